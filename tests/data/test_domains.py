@@ -10,10 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from expert_threshold.data import Tokenizer, open_held_out, open_source, pack
-
-REAL = Path(__file__).parents[3] / "shared" / "data"
-needs_data = pytest.mark.skipif(not REAL.is_dir(), reason=f"no real data at {REAL}")
+from expert_threshold.data import open_held_out, open_source
 
 
 def write(path: Path, *records: dict[str, Any]) -> Path:
@@ -77,13 +74,3 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path, lines: str, 
     with pytest.raises(ValueError, match=message) as error:
         open_held_out(str(path))
     assert "\n" not in str(error.value)
-
-
-@needs_data
-@pytest.mark.parametrize(("name", "documents"), [("gsm8k", 1319), ("human_eval", 164), ("textbooks", 276)])
-def test_the_real_domains_are_read(name: str, documents: int) -> None:
-    corpus = open_held_out(str(REAL / name))
-    letters = Tokenizer([bytes([i]) for i in range(256)])
-    tokens = pack(corpus, letters, "validation")
-    assert tokens.documents == documents
-    assert tokens.bytes == len(tokens) - documents

@@ -13,7 +13,6 @@ import pytest
 
 from expert_threshold.data import Corpus, DataConfig, embedded, files, open_source
 
-TEXTBOOKS = Path(__file__).parents[2] / ".." / "shared" / "data" / "textbooks"
 PARAGRAPHS = [f"Paragraph {number}.\nIt ends here: größer.\n\n" for number in range(1500)]
 TEXTS = [f"Document {number}: größer, weiter.\n" for number in range(200)]
 
@@ -319,13 +318,6 @@ def test_the_hash_of_parquet_depends_on_the_column(shards: int, tmp_path: Path) 
         table = pyarrow.table({"head": TEXTS, "body": TEXTS[::-1]})
         pyarrow.parquet.write_table(table, tmp_path / f"{shard}.parquet")
     assert open_source(str(tmp_path), "head").hash != open_source(str(tmp_path), "body").hash
-
-
-@pytest.mark.skipif(not TEXTBOOKS.is_dir(), reason="../shared/data/textbooks is absent")
-def test_the_textbooks_are_read_whole() -> None:
-    corpus = open_source(str(TEXTBOOKS))
-    assert sum(size.documents for size in corpus.sizes.values()) == 1676
-    assert corpus.bytes == pytest.approx(26.4e6, rel=0.01)
 
 
 # Errors: one line that names the path and the remedy.

@@ -26,7 +26,6 @@ from expert_threshold.data.token_files import write_tokens
 from expert_threshold.data.tokens import TextParts
 from ranks import run_on_ranks
 
-SHARED = Path(__file__).parents[2] / ".." / "shared" / "data"
 BOS = 9
 TEXTS = [f"Document {number}: " + "größer, weiter, höher. " * (number % 7 + 1) for number in range(240)]
 
@@ -338,18 +337,6 @@ def test_fineweb_edu_opens_the_downloaded_shards(tmp_path: Path, monkeypatch: py
     (folder / "shard_01822.parquet").rename(folder / "shard_00001.parquet")
     with pytest.raises(ValueError, match="fineweb-edu is not in"):
         open_source("fineweb-edu")
-
-
-@pytest.mark.parametrize("name", ["textbooks", "novels"])
-def test_real_shards_stream(name: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = SHARED / name
-    if not folder.is_dir():
-        pytest.skip(f"../shared/data/{name} is absent")
-    monkeypatch.setattr("expert_threshold.data.loader.BLOCK_BYTES", 200_000)
-    parts = parts_of(open_source(str(folder)), tokenizer)
-    last = min(range(len(parts.bytes)), key=lambda part: parts.bytes[part])
-    tokens = parts.read(last)
-    assert tokens.bytes == pytest.approx(parts.bytes[last], rel=0.05)
 
 
 # Tokens on disk.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import resource
@@ -48,10 +47,6 @@ def files_no_larger_than(size: int) -> Iterator[None]:
 
 def test_a_configuration_reads_back_as_written(run: RunFolder) -> None:
     assert RunFolder.open(run.path).config == CONFIG
-
-
-def test_the_configuration_file_says_what_it_is(run: RunFolder) -> None:
-    assert json.loads((run.path / "config.json").read_text())["format"] == "expert-threshold run"
 
 
 def test_the_configuration_holds_no_nan(run: RunFolder) -> None:
@@ -231,11 +226,6 @@ def test_a_torn_last_line_is_left_out_and_reported(
         file.write(torn)
     assert metrics.read() == [{"step": 1, "split": "train"}]
     assert "line 2 is torn" in caplog.text
-
-
-def test_whole_metrics_report_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    metrics_with(tmp_path, [{"step": 1, "split": "train"}]).read()
-    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("damaged", [b"{", b"", b"[1]", b'{"step": 1}', b'{"step": "1", "split": "train"}'])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from cases import RULES, small_config
 from expert_threshold.data import DataConfig
-from expert_threshold.model import GPTConfig
+from expert_threshold.model import GPT, GPTConfig, Output
 from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import Rule
 from expert_threshold.runs import RunFolder
@@ -97,3 +100,15 @@ class Plain:
 @pytest.fixture
 def plain() -> Plain:
     return Plain()
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, numbers: Collection[int], value: float = math.nan) -> None:
+    """Multiply the losses of these forwards in training, counted from 0, by `value`."""
+    forward, count = GPT.forward, itertools.count()
+
+    def spoiled(model: GPT, *args: Tensor) -> Output:
+        output = forward(model, *args)
+        spoils = model.training and next(count) in numbers
+        return output._replace(loss=output.loss * value) if spoils else output
+
+    monkeypatch.setattr(GPT, "forward", spoiled)

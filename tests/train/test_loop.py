@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cases import TRAINED
 from expert_threshold.data import Tokenizer
-from expert_threshold.model import GPT, GPTConfig, Output, gpt
+from expert_threshold.model import GPT, GPTConfig, gpt
 from expert_threshold.optim import NANOCHAT, OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, QuantileBalancing, Rule, TokenChoice
 from expert_threshold.runs import RunFolder, load_model
@@ -29,7 +29,7 @@ from expert_threshold.train.checks import require_pools_fit
 from expert_threshold.train.state import TrainState
 from processes import Python
 
-from .conftest import Start, tiny
+from .conftest import Start, spoil, tiny
 
 CLOCKS = {"seconds", "elapsed", "interval_seconds", "tokens_per_second"}
 """All that may differ between two runs of one configuration."""
@@ -220,20 +220,30 @@ def test_activation_checkpointing_is_an_option(start: Start, monkeypatch: pytest
     assert len(made) == 1 * 2 * 2  # steps, micro-batches, layers
 
 
-@pytest.mark.parametrize("kept", ["dense", "token_choice", "expert_choice", "expert_threshold"])
-def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(
-    kept: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny(TRAINED[kept])
-    start("first", model)
+def begun(
+    start: Start,
+    name: str,
+    model: GPTConfig,
+    optim: OptimConfig = OptimConfig(),  # noqa: B008  a frozen record
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Make one step of a new run, and return the model's tensors after it."""
     seen: dict[str, Tensor] = {}
 
     def keep(model: GPT, *_: Any) -> str:
         seen.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
         return ""
 
+    start(name, model, optim, steps=1, sample_every=1, sample=keep, **options)
+    return seen
+
+
+@pytest.mark.parametrize("kept", ["dense", "token_choice", "expert_choice", "expert_threshold"])
+def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(kept: str, start: Start, tmp_path: Path) -> None:
+    model = tiny(TRAINED[kept])
+    start("first", model)
     zero = OptimConfig(matrix_lr=1e-30, embed_lr=1e-30, head_lr=1e-30)
-    start("second", model, zero, init_from=tmp_path / "first", steps=1, sample_every=1, sample=keep, seed=5)
+    seen = begun(start, "second", model, zero, init_from=tmp_path / "first", seed=5)
     first = RunFolder.open(tmp_path / "first").load_checkpoint().tensors["model"]
     for name, tensor in first.items():
         if ".router.state_" not in name:
@@ -265,13 +275,7 @@ def test_a_rule_may_change_and_its_cutoffs_come_along_where_both_have_some(start
     start("first", tiny(ExpertChoice(4, 1)))
     state = RunFolder.open(tmp_path / "first").load_checkpoint().tensors["model"]["blocks.1.moe.router.state_mean"]
     for name, rule in (("threshold", ExpertThreshold(4, 1)), ("token", TokenChoice(4, 1))):
-        tensors: dict[str, Tensor] = {}
-
-        def keep(model: GPT, *_: Any, tensors: dict[str, Tensor] = tensors) -> str:
-            tensors.update(model.state_dict())
-            return ""
-
-        start(name, tiny(rule), init_from=tmp_path / "first", steps=1, sample_every=1, sample=keep)
+        tensors = begun(start, name, tiny(rule), init_from=tmp_path / "first")
         if name == "threshold":
             moved = (tensors["blocks.1.moe.router.state_mean"] - state).abs()
             assert 0 < moved.max() < 0.05
@@ -318,14 +322,7 @@ def test_scores_beside_the_experts_come_along_where_both_have_as_many(
     """Another number of scores ended in a traceback of torch."""
     first, second = rules
     start("first", tiny(first))
-    tensors: dict[str, Tensor] = {}
-
-    def keep(model: GPT, *_: Any) -> str:
-        tensors.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        return ""
-
-    still = OptimConfig(matrix_lr=1e-30)
-    start("second", tiny(second), still, init_from=tmp_path / "first", steps=1, sample_every=1, sample=keep)
+    tensors = begun(start, "second", tiny(second), OptimConfig(matrix_lr=1e-30), init_from=tmp_path / "first")
     saved = RunFolder.open(tmp_path / "first").load_checkpoint().tensors["model"]
     weight = tensors["blocks.1.moe.router.weight"]
     assert len(weight) == second.num_scores
@@ -470,26 +467,10 @@ def test_options_that_make_no_sense_are_refused(option: str, value: object) -> N
         TrainConfig(**{option: value})
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
-    """Makes the losses of these training forwards, counted from 1, not a number."""
-    forward, count = GPT.forward, 0
-
-    def spoiled(model: GPT, *args: Tensor) -> Output:
-        nonlocal count
-        output = forward(model, *args)
-        if model.training:
-            count += 1
-            if first <= count <= last:
-                return output._replace(loss=output.loss * math.nan)
-        return output
-
-    monkeypatch.setattr(GPT, "forward", spoiled)
-
-
 def test_a_skipped_step_is_told_and_counted(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any
 ) -> None:
-    spoil(monkeypatch, 4, 8)  # of 2 micro-batches a step: steps 2, 3 and 4
+    spoil(monkeypatch, range(3, 8))  # of 2 micro-batches a step: steps 2, 3 and 4
     start(console=plain.console)
     events = metrics(tmp_path / "run", "event")
     assert [(event["step"], event["event"], event["in_a_row"]) for event in events] == [
@@ -503,7 +484,7 @@ def test_a_skipped_step_is_told_and_counted(
 def test_ten_skipped_steps_in_a_row_end_the_run_and_harm_nothing(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil(monkeypatch, 5, 100)
+    spoil(monkeypatch, range(4, 100))
     with pytest.raises(ValueError, match=r"10 steps in a row .* step 14, since the loss .*matrix_lr=0.02") as error:
         start(steps=20, accumulation=1)
     assert "\n" not in str(error.value)

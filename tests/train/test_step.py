@@ -21,6 +21,8 @@ from expert_threshold.train import TrainConfig, train_step
 from expert_threshold.train.log import flatten, train_record
 from expert_threshold.train.state import TrainState
 
+from .conftest import spoil
+
 ROUTED = [rule for rule in TRAINED.values() if rule]
 CONTEXT, VOCAB = 16, 64
 
@@ -116,23 +118,6 @@ def test_one_batch_can_be_learned_by_heart(rule: Rule | None) -> None:
     assert interval.sums.cross_entropy / interval.sums.micro_batches < 0.1 < math.log(VOCAB)
 
 
-class Spoil:
-    """Makes the loss of the forwards with these numbers, counted from 0, not a number or infinite."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, numbers: set[int], value: float) -> None:
-        self.count = 0
-        forward = GPT.forward
-
-        def spoiled(model: GPT, *args: Tensor) -> Output:
-            output = forward(model, *args)
-            if self.count in numbers:
-                output = output._replace(loss=output.loss * value)
-            self.count += 1
-            return output
-
-        monkeypatch.setattr(GPT, "forward", spoiled)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("micro_batch", [0, 1])
 @pytest.mark.parametrize("rule", TRAINED.values(), ids=TRAINED)
@@ -140,7 +125,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     rule: Rule | None, micro_batch: int, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = make_state(rule, accumulation=2)
-    Spoil(monkeypatch, {2 + micro_batch}, value)
+    spoil(monkeypatch, [2 + micro_batch], value)
     assert train_step(state)
     before, position = everything(state), state.loader.position
     assert not train_step(state)
