@@ -20,7 +20,7 @@ from ..kernels.cpu.decode import decoder_add_layer, decoder_append, decoder_crea
 from ..model import GPT, Cache, Output
 from ..model.attention import rotary
 from ..model.gpt import Block
-from ..moe import RoutingHistory, Router
+from ..moe import Router, RoutingHistory
 
 PREFILL = 256
 """Prompt tokens per forward; bounds the memory of masks and logits."""
