@@ -739,3 +739,10 @@ if __package__ == "expert_threshold.integrations":  # a registered copy would st
     )
     kernels = importlib.import_module("expert_threshold.integrations.experts")
     ALL_EXPERTS_FUNCTIONS.register("expert_threshold", kernels.routed_sum)
+
+
+def __getattr__(name: str) -> Any:
+    """Find `swap_rule`, which needs the package; exports contain this file without it."""
+    if name != "swap_rule":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("expert_threshold.integrations.swap").swap_rule

@@ -105,7 +105,7 @@ class Router(nn.Module):
         if mask is not None:
             return self._route_counted(x, mask)
         with no_autocast(x):  # it would round the scores
-            scores: Tensor = apply(_Scores, x, self.weight)
+            scores = self.score(x)
         if not self.training:
             return self.infer(scores, pasts)
         routing = self.rule.route(scores, self.state, training=True, group=self.group)
@@ -116,12 +116,17 @@ class Router(nn.Module):
             routing = Routing(**{**routing._asdict(), "loss": loss})  # torch 2.11 cannot trace a record's _replace
         return routing
 
+    def score(self, x: Tensor) -> Tensor:
+        """Return r = W_r x in float32."""
+        scores: Tensor = apply(_Scores, x, self.weight)
+        return scores
+
     def _route_counted(self, x: Tensor, mask: Tensor) -> Routing:
         """Return the routing of the tokens in the mask, alone, and zeros for the others."""
         if self.rule.scope(self.training) == "sequence":  # sequences of unequal lengths: one by one
-            parts = [self(of_row[counts][None]) for of_row, counts in zip(x, mask, strict=True)]
+            parts = [self.forward(of_row[counts][None]) for of_row, counts in zip(x, mask, strict=True)]
         else:
-            parts = [self(x[mask][None])]
+            parts = [self.forward(x[mask][None])]  # not a call, whose hooks would count the tokens twice
 
         def whole(name: str) -> Tensor:
             found = torch.cat([getattr(part, name)[0] for part in parts])
