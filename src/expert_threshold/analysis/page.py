@@ -90,7 +90,6 @@ BREAKABLE = 30  # longer names in tables may be broken
 HERE = Path(__file__).parent
 CSS, SCRIPT = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
 COLOURS = {"page": ("#ffffff", "#14171a"), **THEME}
-NAMES = {light: name for name, (light, _) in COLOURS.items()}
 LIGHT, DARK = (";".join(f"--{name}:{pair[i]}" for name, pair in COLOURS.items()) for i in (0, 1))
 VARIABLES = f":root {{ {LIGHT} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}\n"
 
@@ -270,7 +269,7 @@ _UNDATED = {"png": None, "svg": {"Date": None}}  # identical figures give identi
 
 
 def svg(figure: Figure, prefix: str, alt: str) -> str:
-    """Return a figure as an <svg> element: text stays text, the theme's colours become variables, ids are unique.
+    """Return a figure as an <svg> element: text stays text, ids are unique.
 
     prefix: of all ids, unique on the page. alt: the text for screen readers.
     """
@@ -302,5 +301,4 @@ def _for_page(tag: str, used: set[str], prefix: str) -> str:
     family = "; font-family: monospace" if "Mono" in tag else ""  # otherwise the page's
     tag = re.sub(r' id="([^"]*)"', named, tag.replace("xlink:href", "href"))
     tag = re.sub(r'(url\(|href=")#', rf"\1#{prefix}-", tag)
-    tag = re.sub(r"font: ([\d.]+px)(?:&\w+;|[^;\"])*", rf"font-size: \1{family}", tag)
-    return re.sub(r"#[0-9a-f]{6}", lambda found: f"var(--{NAMES[found[0]]})", tag)
+    return re.sub(r"font: ([\d.]+px)(?:&\w+;|[^;\"])*", rf"font-size: \1{family}", tag)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from .plain import Data
 
 
 def counted(count: int, what: str) -> str:
@@ -31,7 +33,9 @@ def listed(parts: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
-SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+def each(data: Data, phrase: Callable[[Data], str]) -> str:
+    """Return a phrase about each method of a figure's data, as `0.1 in TC, 0.2 in EC 2k and 0.3 in ET`."""
+    return listed([f"{phrase(entry)} in {entry['method']}" for entry in data["methods"]])
 
 
 def signed(number: float | None, digits: int = 3) -> str:

@@ -33,7 +33,7 @@ def draw_trials(study: Mapping[str, Any]) -> Figure:
     _draw_losses(axes, numbers, losses)
     axes.step([*numbers, len(study["trials"])], [*accumulate(losses, min), min(losses)], where="post", color=ACCENT)
     axes.set_xlabel("trial", loc="right")
-    whole_ticks(axes.xaxis, 6)
+    whole_ticks(axes.xaxis)
     _limit(axes, losses)
     return figure
 
@@ -56,7 +56,7 @@ def draw_curves(study: Mapping[str, Any]) -> Figure:
                 zorder=3 if is_best else 2,
             )
     axes.set_xlabel("step", loc="right")
-    whole_ticks(axes.xaxis, 5)
+    whole_ticks(axes.xaxis)
     _limit(axes, [loss for trial in study["trials"] for _, loss in trial["curve"]])
     return figure
 

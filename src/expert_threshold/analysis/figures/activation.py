@@ -1,4 +1,4 @@
-"""Dynamic computation: how many routed experts a token meets, by its position and by its loss (paper, Sec. 4.2.2)."""
+"""Dynamic computation: a token's routed experts by its position and by its loss (paper, Sec. 4.2.2)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..material import Material
 from ..measures import fanout_distribution as shares_of
 from ..methods import Subject
 from ..plain import Data, NotShownError, array
-from ..sentences import listed, percent
+from ..sentences import each, percent
 from .axes import fanout_bars, method_panels, whole_ticks
-from .study import Study
-from .style import INK, ONE_LAYER, WIDE, strokes
+from .study import Study, over_methods
+from .style import INK, ONE_LAYER, WIDE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,168 +36,155 @@ FANOUT = "routed experts per token"
 def fanout_by_position(material: Material) -> Data:
     """Compute mean fanout by position in the window, per layer and over all layers."""
 
-    def study(subject: Subject, trace: Trace) -> dict[str, Any]:
+    def compute(trace: Trace) -> Data:
         edges = _position_edges(trace.context)
         place = np.searchsorted(edges, trace.positions, side="right") - 1
         layers = {layer: _means(place, trace.fanout(layer), len(edges) - 1) for layer in trace.layers}
         centres = [(a + b - 1) / 2 for a, b in pairwise(edges)]
         return {"x": centres, "layers": layers, "mean": np.mean(list(layers.values()), axis=0)}
 
-    return _per_method(material, study)
+    return _where_fanout_varies(material, compute)
 
 
 def draw_fanout_by_position(data: Data) -> Figure:
     """Draw mean fanout over the position in the window, logarithmic."""
-    figure, every = _by_layer(data, "position in the window", FANOUT, shift=1)
+    figure, axes = _by_layer(data, "position in the window", FANOUT, shift=1)
     last = array(data["methods"][0]["x"])[-1]
     ticks = [4**power for power in range(9) if 4**power <= last + 1]
-    every[0].set_xscale("log", base=2)  # shared
-    every[0].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    every[0].set_xticks([], minor=True)
-    every[0].set_ylim(bottom=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(bottom=0)
     return figure
 
 
 def say_fanout_by_position(data: Data) -> str:
-    parts = [f"{entry['mean'][0]:.1f} and {_late_mean(entry):.2f} in {entry['method']}" for entry in data["methods"]]
-    return f"A window's first token and the tokens of its second half have mean fanouts over layers of {listed(parts)}."
+    def late_mean(entry: Data) -> float:
+        x, mean = array(entry["x"]), array(entry["mean"])
+        return float(np.nanmean(mean[x >= x[-1] / 2]))
+
+    means = each(data, lambda entry: f"{entry['mean'][0]:.1f} and {late_mean(entry):.2f}")
+    return f"A window's first token and the tokens of its second half have mean fanouts over layers of {means}."
 
 
 def fanout_by_loss(material: Material) -> Data:
     """Compute mean fanout by the loss on the next token, in bins of equally many tokens, per layer and overall."""
 
-    def study(subject: Subject, trace: Trace) -> dict[str, Any]:
-        losses = trace.losses
-        known = np.isfinite(losses)
-        order = np.argsort(losses[known], kind="stable")
-        parts = np.array_split(order, min(BINS, len(order)))
+    def compute(trace: Trace) -> Data:
+        known = np.isfinite(trace.losses)
+        losses = trace.losses[known]
+        parts = np.array_split(np.argsort(losses, kind="stable"), min(BINS, len(losses)))
         layers = {layer: [trace.fanout(layer)[known][part].mean() for part in parts] for layer in trace.layers}
-        return {
-            "x": [losses[known][part].mean() for part in parts],
-            "layers": layers,
-            "mean": np.mean(list(layers.values()), axis=0),
-        }
+        means = np.mean(list(layers.values()), axis=0)
+        return {"x": [losses[part].mean() for part in parts], "layers": layers, "mean": means}
 
-    return _per_method(material, study)
+    return _where_fanout_varies(material, compute)
 
 
 def draw_fanout_by_loss(data: Data) -> Figure:
     """Draw mean fanout over the mean loss of each bin."""
-    figure, every = _by_layer(data, "loss (nats)", FANOUT)
-    every[0].set_ylim(bottom=0)  # shared
+    figure, axes = _by_layer(data, "loss (nats)", FANOUT)
+    axes.set_ylim(bottom=0)
     return figure
 
 
 def say_fanout_by_loss(data: Data) -> str:
-    parts = []
-    for entry in data["methods"]:
+    def clause(entry: Data) -> str:
         mean, losses = array(entry["mean"]), array(entry["x"])
-        peak = f"with a peak of {mean.max():.2f} at {losses[mean.argmax()]:.1f} nats"
-        parts.append(f"{mean[0]:.2f} and {mean[-1]:.2f} in {entry['method']}, {peak}")
-    text = "The 5 % of tokens with the lowest loss and the 5 % with the highest have mean fanouts of"
-    return f"{text} {'; '.join(parts)}."
+        peak = f"{mean.max():.2f} at {losses[mean.argmax()]:.1f} nats"
+        return f"{mean[0]:.2f} and {mean[-1]:.2f}, with a peak of {peak},"
+
+    means = each(data, clause)
+    return f"The 5 % of tokens with the lowest loss and the 5 % with the highest have mean fanouts of {means}."
 
 
 def loss_by_fanout(material: Material) -> Data:
     """Compute mean loss by fanout, per layer and over all layers; missing for fewer than `FEWEST` of the tokens."""
 
-    def study(subject: Subject, trace: Trace) -> dict[str, Any]:
-        losses = trace.losses
-        known = np.isfinite(losses)
+    def compute(trace: Trace) -> Data:
+        known = np.isfinite(trace.losses)
+        losses = trace.losses[known]
         fanouts = {layer: trace.fanout(layer)[known] for layer in trace.layers}
-        fewest = max(round(FEWEST * len(losses)), 1)
+        fewest = max(round(FEWEST * len(known)), 1)
         most = max(fanout.max(initial=0) for fanout in fanouts.values())
-        layers = {layer: _means(fanout, losses[known], most + 1, fewest) for layer, fanout in fanouts.items()}
+        layers = {layer: _means(fanout, losses, most + 1, fewest) for layer, fanout in fanouts.items()}
         every = np.concatenate(list(fanouts.values()))
-        mean = _means(every, np.tile(losses[known], len(fanouts)), most + 1, fewest)
+        mean = _means(every, np.tile(losses, len(fanouts)), most + 1, fewest)
         seen = int(np.flatnonzero(np.isfinite(mean)).max(initial=0)) + 1
-        return {
-            "x": np.arange(seen),
-            "layers": {layer: values[:seen] for layer, values in layers.items()},
-            "mean": mean[:seen],
-        }
+        layers = {layer: values[:seen] for layer, values in layers.items()}
+        return {"x": np.arange(seen), "layers": layers, "mean": mean[:seen]}
 
-    return _per_method(material, study)
+    return _where_fanout_varies(material, compute)
 
 
 def draw_loss_by_fanout(data: Data) -> Figure:
     """Draw mean loss over fanout."""
-    figure, every = _by_layer(data, FANOUT, "loss (nats)")
-    whole_ticks(every[0].xaxis, 6)  # shared
+    figure, axes = _by_layer(data, FANOUT, "loss (nats)")
+    whole_ticks(axes.xaxis)
     return figure
 
 
 def say_loss_by_fanout(data: Data) -> str:
-    parts = []
-    for entry in data["methods"]:
+    def clause(entry: Data) -> str:
         mean = array(entry["mean"])
-        known = np.flatnonzero(np.isfinite(mean))
-        parts.append(
-            f"{mean[known[0]]:.2f} nats with {known[0]} and {mean[known[-1]]:.2f} with {known[-1]} in {entry['method']}"
-        )
-    return f"Tokens with the fewest and the most routed experts in a layer have mean losses of {listed(parts)}."
+        first, last = np.flatnonzero(np.isfinite(mean))[[0, -1]]
+        return f"{mean[first]:.2f} nats with {first} and {mean[last]:.2f} with {last}"
+
+    return f"Tokens with the fewest and the most routed experts in a layer have mean losses of {each(data, clause)}."
 
 
 def fanout_distribution(material: Material) -> Data:
     """Compute the share of tokens with 0, 1, … routed experts of a layer, mean over layers."""
-    methods = []
-    for subject in material.routed:
+
+    def compute(subject: Subject) -> Data:
         trace = material.trace(subject)
-        shares = [shares_of(trace.assignment(layer)[None])[0].numpy() for layer in trace.layers]
-        share = np.mean(shares, axis=0)
-        mean = float(np.arange(len(share)) @ share)
-        spread = float(((np.arange(len(share)) - mean) ** 2 @ share) ** 0.5)
-        methods.append({**subject.tag, "share": share, "mean": mean, "std": spread})
-    return {"methods": methods}
+        share = np.mean([shares_of(trace.assignment(layer)[None])[0].numpy() for layer in trace.layers], axis=0)
+        fanout = np.arange(len(share))
+        mean = float(fanout @ share)
+        return {"share": share, "mean": mean, "std": float(((fanout - mean) ** 2 @ share) ** 0.5)}
+
+    return over_methods(material.routed, compute)
 
 
 def draw_fanout_distribution(data: Data) -> Figure:
     """Draw the share of tokens by fanout, a panel for each method."""
-    methods = data["methods"]
-    figure, every = method_panels(WIDE, methods, 1.2, FANOUT, "% of tokens")
+    figure, shown = method_panels(WIDE, data["methods"], 1.2, FANOUT, "% of tokens")
+    every, methods, strokes = zip(*shown, strict=True)
     texts = [f"{entry['mean']:.2f} ± {entry['std']:.2f}" for entry in methods]
-    shares = [array(entry["share"]) for entry in methods]
-    fanout_bars(every, shares, texts, [stroke["color"] for stroke in strokes(methods)])
+    fanout_bars(every, [array(entry["share"]) for entry in methods], texts, [stroke["color"] for stroke in strokes])
     return figure
 
 
-def _by_layer(data: Data, x: str, y: str, shift: float = 0) -> tuple[Figure, list[Axes]]:
-    """Draw a panel for each method: layers dashed, their mean solid. shift: added to x, for a logarithmic axis."""
-    methods = data["methods"]
-    several = any(len(entry["layers"]) > 1 for entry in methods)
+def say_fanout_distribution(data: Data) -> str:
+    parts = each(data, lambda e: f"{e['mean']:.2f} ± {e['std']:.2f}, with {percent(e['share'][0])} of the tokens at 0,")
+    return f"The fanout in a layer, as mean ± standard deviation over tokens, is {parts}."
+
+
+def _by_layer(data: Data, x: str, y: str, shift: float = 0) -> tuple[Figure, Axes]:
+    """Draw a panel for each method: layers dashed, their mean solid. Return one of the axes, which all panels share.
+
+    shift: added to x, for a logarithmic axis.
+    """
+    several = any(len(entry["layers"]) > 1 for entry in data["methods"])
     key = {"one layer": ONE_LAYER, "mean of layers": MEAN} if several else {}
-    figure, every = method_panels(WIDE, methods, 1.5, x, y, key=key)
-    for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
+    figure, shown = method_panels(WIDE, data["methods"], 1.5, x, y, key=key)
+    for axes, entry, stroke in shown:
         places = array(entry["x"]) + shift
         for values in entry["layers"].values() if several else ():
             axes.plot(places, array(values), **ONE_LAYER)
         axes.plot(places, array(entry["mean"]), **(MEAN | {"color": stroke["color"]}))
-    return figure, every
+    return figure, shown[0][0]
 
 
-def say_fanout_distribution(data: Data) -> str:
-    parts = [
-        f"{entry['mean']:.2f} ± {entry['std']:.2f} in {entry['method']} ({percent(entry['share'][0])} of tokens at 0)"
-        for entry in data["methods"]
-    ]
-    return f"The fanout in a layer, as mean ± standard deviation over tokens, is {listed(parts)}."
+def _where_fanout_varies(material: Material, compute: Callable[[Trace], Data]) -> Data:
+    """Apply `compute` to the trace of each method in which fanout differs between tokens."""
 
+    def of_subject(subject: Subject) -> Data:
+        if subject.rule.biased_top_k(subject.rule.init()) is not None:
+            raise NotShownError("every token has the same number of routed experts")
+        return compute(material.trace(subject))
 
-def _per_method(material: Material, study: Callable[[Subject, Trace], dict[str, Any]]) -> dict[str, Any]:
-    """Apply `study` to the trace of each method in which fanout differs between tokens."""
-    left_out = {
-        subject.method: "every token has the same number of routed experts"
-        for subject in material.routed
-        if subject.rule.biased_top_k(subject.rule.init()) is not None
-    }
-    shown = [subject for subject in material.routed if subject.method not in left_out]
-    if not shown:
-        raise NotShownError("every token has the same number of routed experts in these runs")
-    methods = [
-        {**subject.tag, "target": subject.run.rule["experts_per_token"], **study(subject, material.trace(subject))}
-        for subject in shown
-    ]
-    return {"methods": methods, "left_out": left_out}
+    return over_methods(material.routed, of_subject)
 
 
 def _position_edges(context: int) -> np.ndarray:
@@ -215,19 +202,12 @@ def _means(place: np.ndarray, values: np.ndarray, count: int, fewest: int = 1) -
     return np.where(numbers >= fewest, totals / np.maximum(numbers, 1), np.nan)
 
 
-def _late_mean(entry: dict[str, Any]) -> float:
-    """Return the mean over the second half of the window."""
-    x, mean = array(entry["x"]), array(entry["mean"])
-    return float(np.nanmean(mean[x >= x[-1] / 2]))
-
-
+SECTION = "Dynamic computation"
 FIGURES = [
-    Study("fanout_by_position", "Dynamic computation", "Fanout by position",
+    Study("fanout_by_position", SECTION, "Fanout by position",
           fanout_by_position, draw_fanout_by_position, say_fanout_by_position),
-    Study("fanout_by_loss", "Dynamic computation", "Fanout by loss",
-          fanout_by_loss, draw_fanout_by_loss, say_fanout_by_loss),
-    Study("loss_by_fanout", "Dynamic computation", "Loss by fanout",
-          loss_by_fanout, draw_loss_by_fanout, say_loss_by_fanout),
-    Study("fanout_distribution", "Dynamic computation", "Distribution of fanout",
+    Study("fanout_by_loss", SECTION, "Fanout by loss", fanout_by_loss, draw_fanout_by_loss, say_fanout_by_loss),
+    Study("loss_by_fanout", SECTION, "Loss by fanout", loss_by_fanout, draw_loss_by_fanout, say_loss_by_fanout),
+    Study("fanout_distribution", SECTION, "Distribution of fanout",
           fanout_distribution, draw_fanout_distribution, say_fanout_distribution),
 ]  # fmt: skip

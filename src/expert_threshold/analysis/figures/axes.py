@@ -1,28 +1,32 @@
-"""Panels, legends and labels. Lengths are in inches; matplotlib's constrained layout gives every text its room."""
+"""Panels, legends, axes and colour scales on matplotlib, whose constrained layout makes room for every text.
+
+Lengths are in inches.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..plain import array
+from ..plain import Data, array
 from ..records import Points, finite
-from ..sentences import SUPERSCRIPTS
 from .style import INK, MUTED, SMALL, WARMUP, expert_colours, layer_colours, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-PANEL, GAP = 1.6, 0.25  # the least width of a panel, and what lies between two
+PANEL, GAP = 1.6, 0.25  # the least width of a panel, and the space between two
 CHARACTER, LINE = 0.078, 0.16  # the size of text
-BESIDE = 0.4  # the largest share of a figure's width for names at line ends
+BESIDE = 0.4  # the largest share of a figure's width for names beside the axes
 LONGEST, ALL = 240, 24_000  # points per line or columns per heatmap, and points in all; more are indistinguishable
-HEAT = (0.12, 0.44, 0.76)
+HEAT, ORANGE, GREY = (0.12, 0.44, 0.76), (0.87, 0.43, 0.08), (0.5, 0.5, 0.5)
 
 Strokes = Mapping[str, Mapping[str, Any]]
 """Name -> matplotlib's options of a line or marker."""
@@ -43,26 +47,9 @@ def thin(steps: np.ndarray, values: np.ndarray, lines: int = 1) -> tuple[np.ndar
     return steps[chosen], values[chosen]
 
 
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Move the ascending `wanted` places as little as possible so that they lie in [0, 1], at least `gap` apart.
-
-    Each place less `gap` for every place before it must ascend: an isotonic regression, then clipped to the range.
-    """
-    blocks: list[tuple[float, int]] = []  # mean and length
-    for index, place in enumerate(wanted):
-        mean, length = place - index * gap, 1
-        while blocks and blocks[-1][0] > mean:
-            before, count = blocks.pop()
-            mean, length = (before * count + mean * length) / (count + length), length + count
-        blocks.append((mean, length))
-    top = max(1 - (len(wanted) - 1) * gap, 0)
-    fitted = [min(max(mean, 0), top) for mean, length in blocks for _ in range(length)]
-    return [place + index * gap for index, place in enumerate(fitted)]
-
-
-def single(width: float, height: float = 1.6, title: str = "") -> tuple[Figure, Axes]:
+def single(width: float, height: float = 1.6, title: str = "", x: str = "") -> tuple[Figure, Axes]:
     """Create one panel. height: of the axes, about."""
-    figure, (axes,) = panels(width, [title], height)
+    figure, (axes,) = panels(width, [title], height, x)
     return figure, axes
 
 
@@ -82,25 +69,24 @@ def panels(
     """Create a panel for each title, in rows. height: of each panel's axes, about; colours: of the titles.
 
     x, y: labels, with units, of the lowest and of the leftmost panels. key: see `draw_key`. least: the panels' least
-    width, unless `columns` is given. share: panels share axes.
+    width, unless `columns` is given. share: panels share axes; else every panel has the label x.
     """
     from matplotlib.figure import Figure
 
-    texts = [line for title in titles for line in title.split("\n")]
     gap = GAP if share else GAP + 0.35
-    least = max([least, *(len(text) * CHARACTER for text in texts)])
+    least = max([least, *(len(line) * CHARACTER for title in titles for line in title.split("\n"))])
     columns = columns or max(min(len(titles), int((width - 0.6) / (least + gap))), 1)
     rows = -(-len(titles) // columns)
     columns = -(-len(titles) // rows)  # balance the rows
     above = LINE * max(title.count("\n") + bool(title) for title in titles)
     figure = Figure((width, rows * (height + above + (0.15 if share else 0.4)) + 0.45), layout="constrained")
-    grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
-    for axes in grid.flat[len(titles) :]:
+    grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False).ravel().tolist()
+    every, unused = grid[: len(titles)], grid[len(titles) :]
+    for axes in unused:
         axes.remove()
-    every = list(grid.flat[: len(titles)])
     for place, (axes, title) in enumerate(zip(every, titles, strict=True)):
         axes.set_title(title, color=colours[place] if colours else MUTED)
-        if place >= len(every) - columns:
+        if not share or place >= len(every) - columns:
             axes.tick_params(labelbottom=True)
             axes.set_xlabel(x, loc="right")
         if place % columns == 0:
@@ -111,7 +97,7 @@ def panels(
 
 
 def rows_of(width: float, names: Sequence[str], title: str = "") -> tuple[Figure, Axes]:
-    """Create one panel with a row for each name, which stands left of it, wrapped if it is long."""
+    """Create one panel with a row for each name, which is on its left, wrapped if it is long."""
     lines = [fill(name, int(BESIDE * width / CHARACTER)) for name in names]
     room = max(0.24, LINE * (1 + max(text.count("\n") for text in lines)))
     figure, axes = single(width, room * len(names) + 0.2, title)
@@ -122,17 +108,22 @@ def rows_of(width: float, names: Sequence[str], title: str = "") -> tuple[Figure
     return figure, axes
 
 
-def method_strokes(methods: Sequence[Mapping[str, Any]]) -> Strokes:
+def method_strokes(methods: Sequence[Data]) -> Strokes:
     """Return the stroke of each method under its name."""
-    return dict(zip((entry["method"] for entry in methods), strokes(methods), strict=True))
+    return {stroke["label"]: stroke for stroke in strokes(methods)}
 
 
 def method_panels(
-    width: float, methods: Sequence[Mapping[str, Any]], height: float, x: str, y: str, **options: Any
-) -> tuple[Figure, list[Axes]]:
-    """Create a panel for each method, with its name in its colour above. x, y, options: as in `panels`."""
-    colours = [stroke["color"] for stroke in strokes(methods)]
-    return panels(width, [entry["method"] for entry in methods], height, x, y, colours=colours, **options)
+    width: float, methods: Sequence[Data], height: float, x: str, y: str, **options: Any
+) -> tuple[Figure, list[tuple[Axes, Data, Mapping[str, Any]]]]:
+    """Create a panel for each method, with its name in its colour above, and return it with the method and its stroke.
+
+    x, y, options: as in `panels`.
+    """
+    drawn = strokes(methods)
+    colours = [stroke["color"] for stroke in drawn]
+    figure, every = panels(width, [entry["method"] for entry in methods], height, x, y, colours=colours, **options)
+    return figure, list(zip(every, methods, drawn, strict=True))
 
 
 def draw_key(figure: Figure, key: Strokes) -> None:
@@ -150,9 +141,28 @@ def draw_key(figure: Figure, key: Strokes) -> None:
     figure.legend(samples, names, loc="outside upper left", ncols=len(shape), labelcolor=INK)
 
 
-def line(axes: Axes, points: Points, colour: str, **options: Any) -> None:
-    options = marker(len(points)) | options
-    axes.plot([x for x, _ in points], [y for _, y in points], color=colour, **options)
+def name_lines(axes: Axes, lines: Sequence[Line2D], number: str = "") -> None:
+    """List lines beside the axes in their colours, highest end first, with their last numbers in a format."""
+    ends = {line: values[-1] for line in lines if len(values := (y := array(line.get_ydata()))[np.isfinite(y)])}
+    found = sorted(ends, key=lambda line: -ends[line])
+    characters = int(BESIDE * figure_of(axes).get_figwidth() / CHARACTER)
+    names = [
+        fill(str(line.get_label()), characters) + (f"  {number.format(ends[line])}" if number else "") for line in found
+    ]
+    if found:
+        axes.legend(found, names, loc="upper left", bbox_to_anchor=(1, 1), labelcolor="linecolor")
+
+
+def figure_of(axes: Axes) -> Figure:
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return figure
+
+
+def line(axes: Axes, points: Points | np.ndarray, colour: str, **options: Any) -> Line2D:
+    """Draw points (x, y)."""
+    (drawn,) = axes.plot(*array(points).reshape(-1, 2).T, color=colour, **(marker(len(points)) | options))
+    return drawn
 
 
 def marker(points: int) -> dict[str, Any]:
@@ -160,21 +170,14 @@ def marker(points: int) -> dict[str, Any]:
     return {"marker": "o"} if points == 1 else {}
 
 
-def layer_lines(axes: Axes, values: Mapping[int, Points], scale: Callable[[Axes], None] | None = None) -> None:
-    """Draw a line per layer, named at its end; of many, first and last. scale: sets the y axis; None is from 0."""
-    labels = {}
+def layer_lines(axes: Axes, values: Mapping[int, Points]) -> None:
+    """Draw a line per layer, named beside the axes; of many, the first and the last."""
+    drawn = []
     for (layer, points), colour in zip(values.items(), layer_colours(len(values)), strict=True):
         steps, thinned = np.array(points).T
         steps, thinned = thin(steps, thinned, len(values))
-        axes.plot(steps, thinned, color=colour, linewidth=1.3, label=f"layer {layer}", **marker(len(steps)))
-        if len(values) <= 6 or layer in (min(values), max(values)):
-            labels[f"layer {layer}"] = points, colour
-    if scale is None:
-        top = axes.get_ylim()[1]
-        axes.set_ylim(-0.03 * top, top)
-    else:
-        scale(axes)
-    label_ends(axes, labels)
+        drawn += axes.plot(steps, thinned, color=colour, linewidth=1.3, label=f"layer {layer}", **marker(len(steps)))
+    name_lines(axes, drawn if len(drawn) <= 6 else drawn[:: len(drawn) - 1])
 
 
 def expert_lines(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
@@ -183,88 +186,18 @@ def expert_lines(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
         axes.plot(steps, points, color=colour, linewidth=1, label=f"expert {expert}", **marker(len(steps)))
 
 
-def label_ends(axes: Axes, labels: Mapping[str, tuple[Points, str]]) -> None:
-    """Name each line beside the axes, in its colour and as near its end as the others allow; fixes the y limits.
-
-    labels: text, with a format field for the line's last number if wanted -> points and colour.
-    """
-    ends = [
-        (*numbers[-1], text.format(numbers[-1][1]), colour)
-        for text, (points, colour) in labels.items()
-        if (numbers := finite(points))
+def by_layer(data: Data, name: str, title: str, width: float) -> tuple[Figure, Axes]:
+    """Draw `data`'s values under `name` over layers, a line for each method."""
+    figure, axes = single(width, 2, title, "layer")
+    drawn = [
+        axes.plot(entry["layers"], array(entry[name]), **stroke, marker="o")[0]
+        for entry, stroke in zip(data["methods"], strokes(data["methods"]), strict=True)
     ]
-    axes.set_ylim(axes.get_ylim())
-    ends.sort(key=lambda end: end[1])
-    to_axes = axes.transData + axes.transAxes.inverted()  # for any scale
-    wanted = [float(to_axes.transform((x, y))[1]) for x, y, _, _ in ends]
-    width, height = size_of(axes)
-    for (x, y, text, colour), place in zip(ends, spread(wanted, 1.1 * LINE / height), strict=True):
-        axes.annotate(
-            text, (x, y), (1 + 0.15 / width, place), textcoords="axes fraction", color=colour, va="center",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 3, "relpos": (0, 0.5),
-                        "gid": "leader"},
-        )  # fmt: skip
-
-
-def size_of(axes: Axes) -> tuple[float, float]:
-    """Return the width and height of axes, roughly: texts have not yet taken their room."""
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    width, height = axes.get_position().size * figure.get_size_inches()
-    return float(width), float(height)
-
-
-class NamedLine(NamedTuple):
-    """A method's line with its name."""
-
-    name: str  # with the line's last number, if wanted
-    points: Points
-    stroke: Mapping[str, Any]
-
-
-def named_lines(
-    methods: Sequence[Mapping[str, Any]], points: Sequence[Points], number: str | None = None
-) -> list[NamedLine]:
-    """Return each method's line. number: the format of its last number after the name; None omits it."""
-    found = []
-    for entry, line_points, stroke in zip(methods, points, strokes(methods), strict=True):
-        numbers = finite(line_points)
-        last = f"  {number.format(numbers[-1][1])}" if number is not None and numbers else ""
-        found.append(NamedLine(entry["method"] + last, line_points, stroke))
-    return found
-
-
-def name_lines(axes: Axes, lines: Sequence[NamedLine]) -> None:
-    """Name each line at its end or, if names are too long, in a key at the top."""
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    if max((len(each.name) for each in lines), default=0) * CHARACTER + 0.2 > BESIDE * figure.get_figwidth():
-        draw_key(figure, {each.name: each.stroke for each in lines})
-        return
-    texts = [each.name.replace("{", "{{").replace("}", "}}") for each in lines]
-    label_ends(axes, {text: (each.points, each.stroke["color"]) for text, each in zip(texts, lines, strict=True)})
-
-
-def step_axis(axes: Axes) -> None:
-    from matplotlib.ticker import StrMethodFormatter
-
-    label_x(axes, "step")
-    whole_ticks(axes.xaxis, min(max(int(size_of(axes)[0] / (10 * CHARACTER)), 2), 5))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-
-
-def tokens_axis(axes: Axes) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    label_x(axes, "tokens trained on")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_xlim(left=0)
-
-
-def label_x(axes: Axes, text: str) -> None:
-    """Label the x axis unless a panel below shares it."""
-    if axes.xaxis.get_tick_params()["labelbottom"]:
-        axes.set_xlabel(text, loc="right")
+    layers = sorted({layer for entry in data["methods"] for layer in entry["layers"]})
+    axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
+    axes.set_xticks(layers[:: -(-len(layers) // 8)])
+    name_lines(axes, drawn)
+    return figure, axes
 
 
 def fanout_bars(
@@ -274,119 +207,99 @@ def fanout_bars(
     for axes, share, text, colour in zip(every, shares, texts, colours, strict=True):
         axes.bar(np.arange(len(share)), 100 * share, width=0.82, color=colour)
         axes.annotate(text, (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
-        whole_ticks(axes.xaxis, 6)
     seen = max(int(np.flatnonzero(share >= 0.001).max(initial=0)) for share in shares)
     most = max(100 * share.max() for share in shares)
     every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.25 * most))  # leaves room for the text
+    whole_ticks(every[0].xaxis)  # shared
 
 
-def heat(axes: Axes, shares: np.ndarray) -> None:
-    """Draw cells (rows, columns) whose opacity is their share, 0 to 1; NaN is transparent."""
-    cells = np.empty((*shares.shape, 4))
-    cells[..., :3] = HEAT
-    cells[..., 3] = np.nan_to_num(np.clip(shares, 0, 1))
-    image(axes, cells)
+def heat(axes: Axes, values: np.ndarray, low: float = 0, high: float = 1) -> ScalarMappable:
+    """Draw cells (rows, columns), clear at `low` and blue at `high`, and return them for `colour_scale`."""
+    return cells(axes, values, _colours((*HEAT, 0), (*HEAT, 1)), low, high)
 
 
-def image(axes: Axes, colours: np.ndarray, extent: tuple[float, float, float, float] | None = None) -> None:
-    """Draw cells of RGBA colours (rows, columns, 4) in a frame, since some may be clear."""
-    axes.imshow(colours, extent=extent, aspect="auto", interpolation="none")
+def deviations(axes: Axes, ratio: np.ndarray, **options: Any) -> ScalarMappable:
+    """Draw cells of ratios to a target: clear at 1, blue at 2 and above, orange at ½ and below, grey if missing."""
+    colours = _colours((*ORANGE, 1), (*ORANGE, 0), (*HEAT, 0), (*HEAT, 1))
+    colours.set_bad(GREY, 0.3)
+    with np.errstate(divide="ignore"):
+        return cells(axes, np.log2(ratio), colours, -1, 1, **options)
+
+
+def cells(axes: Axes, values: np.ndarray, colours: Colormap, low: float, high: float, **options: Any) -> ScalarMappable:
+    """Draw values (rows, columns) in colours that go from `low` to `high`, in a frame, since some may be clear."""
     axes.grid(False)
     axes.spines[:].set_visible(True)
+    return axes.imshow(values, colours, vmin=low, vmax=high, aspect="auto", interpolation="none", **options)
 
 
-def heat_key(every: Sequence[Axes], ticks: Sequence[tuple[float, str]]) -> None:
-    """Draw the scale of `heat` right of the first row. ticks: shares and their labels."""
-    scale = scale_axes(every)
-    heat(scale, np.linspace(1, 0, 64)[:, None])
-    scale.set_yticks([63 * (1 - share) for share, _ in ticks], [name for _, name in ticks])
+def _colours(*stops: tuple[float, float, float, float]) -> Colormap:
+    """Return a scale through RGBA colours, of which the middle two, if there are four, meet in its middle."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    places = (0, 1) if len(stops) == 2 else (0, 0.5, 0.5, 1)
+    return LinearSegmentedColormap.from_list("", list(zip(places, stops, strict=True)))
 
 
-def scale_axes(every: Sequence[Axes]) -> Axes:
-    """Create the axes of a scale right of the first row of panels, without grid, with labels on its right."""
-    spec = every[0].get_subplotspec()
-    assert spec is not None
-    last = every[min(spec.get_gridspec().ncols, len(every)) - 1]
-    width, height = size_of(last)
-    tall = max(1, 0.9 / height)
-    scale = last.inset_axes((1 + 0.1 / width, 1 - tall, 0.1 / width, tall))
-    scale.set_xticks([])
-    scale.yaxis.tick_right()
-    scale.grid(False)
-    return scale
-
-
-def by_layer(
-    data: Mapping[str, Any], name: str, title: str, width: float, floor: float, scale: Callable[[Axes], object]
-) -> Figure:
-    """Draw `data`'s values under `name` by layer and method: lines over layers, or a row of dots for a single layer.
-
-    floor: the least possible value. scale: sets the y axis of lines.
-    """
-    methods = data["methods"]
-    layers = sorted({layer for entry in methods for layer in entry["layers"]})
-    if len(layers) == 1:
-        figure, axes = rows_of(width, [entry["method"] for entry in methods], f"{title}, layer {layers[0]}")
-        for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
-            axes.plot(entry[name], [row], linestyle="none", marker="o", markersize=6, color=stroke["color"])
-        right = axes.get_xlim()[1]
-        axes.set_xlim(floor - 0.02 * (right - floor), right)
-        return figure
-    figure, axes = single(width, 2, title)
-    points = [list(zip(entry["layers"], array(entry[name]).tolist(), strict=True)) for entry in methods]
-    lines = named_lines(methods, points)
-    for each in lines:
-        axes.plot(*array(each.points).T, **each.stroke, marker="o")
-    axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
-    axes.set_xlabel("layer", loc="right")
-    axes.set_xticks(layers[:: -(-len(layers) // 8)])
-    scale(axes)
-    name_lines(axes, lines)
-    return figure
+def colour_scale(every: Sequence[Axes], colours: ScalarMappable, ticks: Mapping[float, str]) -> Axes:
+    """Draw the scale of colours right of the panels. ticks: values and their names."""
+    bar = figure_of(every[0]).colorbar(colours, ax=list(every), aspect=25, fraction=0.04, pad=0.01)
+    bar.outline.set_visible(False)
+    bar.set_ticks(list(ticks), labels=list(ticks.values()))
+    return bar.ax
 
 
 def expert_key(every: Sequence[Axes], count: int) -> None:
-    """Draw the key of experts' colours right of the first row of panels."""
-    scale = scale_axes(every)
-    scale.barh(range(count), 1, height=1, color=expert_colours(count))
-    scale.set(xlim=(0, 1), ylim=(count - 0.5, -0.5))
+    """Draw the key of experts' colours right of the panels."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+
+    colours = ScalarMappable(Normalize(-0.5, count - 0.5), ListedColormap(expert_colours(count)))
     ticks = sorted({0, (count - 1) // 2, count - 1})
-    scale.set_yticks(ticks, [f"expert {tick}" for tick in ticks])
+    colour_scale(every, colours, {tick: f"expert {tick}" for tick in ticks}).invert_yaxis()
+
+
+def step_axis(axes: Axes, label: str = "step") -> None:
+    """Put a count, such as 20k, on the x axis, with its label unless a panel below shares it."""
+    from matplotlib.ticker import EngFormatter
+
+    whole_ticks(axes.xaxis)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if axes.xaxis.get_tick_params()["labelbottom"]:
+        axes.set_xlabel(label, loc="right")
+
+
+def tokens_axis(axes: Axes) -> None:
+    """Put tokens on the x axis."""
+    step_axis(axes, "tokens trained on")
+
+
+def whole_ticks(axis: Any) -> None:
+    """Label an axis at whole numbers, as many as it has room for."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
 
 
 def log_ticks(axis: Any, most: int = 8) -> None:
-    """Label a logarithmic axis in plain numbers, 0.01, 1, 100; at 1, 2 and 5 times each if it spans few of them."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    """Label a logarithmic axis in plain numbers: powers of ten, or more densely if it spans few of them."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
     low, high = axis.get_view_interval()
     few = high < 30 * low
-
-    def number(x: float, _: int) -> str:
-        power = round(math.log10(x)) if x > 0 else 0
-        return f"{x:g}" if few or power > -4 else "10" + str(power).translate(SUPERSCRIPTS)
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,), numticks=most))
+    axis.set_major_locator(
+        MaxNLocator(5) if high < 3 * low else LogLocator(subs=(1, 2, 5) if few else (1,), numticks=most)
+    )
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(number))
-
-
-def whole_ticks(axis: Any, count: int) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(count, integer=True, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
 def ratio_axis(axes: Axes, most: float) -> None:
     """Put ratios from 1 to `most` on a logarithmic y axis, so that outliers leave room for the others."""
-    from matplotlib.ticker import NullLocator, StrMethodFormatter
-
     most = max(most, 1.1)
     axes.set_yscale("log")
-    axes.yaxis.set_minor_locator(NullLocator())
-    steps = (1, 2, 5) if most > 6 else (1, 1.5, 2, 3, 4, 5, 6) if most > 1.6 else (1, 1.1, 1.2, 1.3, 1.4, 1.5)
-    axes.set_yticks([step * 10**power for power in range(7) for step in steps if step * 10**power <= 1.02 * most])
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set_ylim(most**-0.04, most**1.06)
+    log_ticks(axes.yaxis)
 
 
 def mark_warmup(axes: Axes, steps: int, labelled: bool = True) -> None:
@@ -395,7 +308,5 @@ def mark_warmup(axes: Axes, steps: int, labelled: bool = True) -> None:
     if steps > 0 and low < steps < high:
         axes.axvline(steps, **WARMUP)
         if labelled:
-            axes.annotate(
-                "warmup ends", (steps, 1), (3, -1), xycoords=("data", "axes fraction"), textcoords="offset points",
-                color=MUTED, va="top", fontsize=SMALL, gid="leader",
-            )  # fmt: skip
+            options: dict[str, Any] = {"color": MUTED, "va": "top", "fontsize": SMALL, "gid": "leader"}
+            axes.annotate(" warmup ends", (steps, 1), xycoords=("data", "axes fraction"), **options)

@@ -12,13 +12,12 @@ from ..material import Material
 from ..methods import Subject, pool_tokens
 from ..plain import Data, NotShownError, array
 from ..records import Record, expert_series, layer_series
-from ..sentences import listed, of_deviation, percent
+from ..sentences import each, listed, of_deviation, percent
 from .axes import expert_key, expert_lines, mark_warmup, marker, method_strokes, panels, step_axis, thin
-from .study import Study
+from .study import Study, over_methods
 from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, strokes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -32,48 +31,37 @@ def cutoff_stability(material: Material) -> Data:
     of the log, and `bound_share`, its mean. Both are None without bounds, and `bound` is NaN during warmup.
     """
     choice, thresholds = _by_cutoff(material)
-    shown = choice + thresholds[:1]
-    if not shown:
-        raise NotShownError("no run has cutoffs")
-    methods = []
-    for subject in shown:
-        layer = subject.layers[len(subject.layers) // 2]
-        steps, means = _experts(subject, "cutoff", layer)
-        _, batches = _experts(subject, "batch_cutoff", layer)
-        _, usage = _experts(subject, "usage", layer)
-        bound = _at_bounds(subject)
-        methods.append(
-            {
-                **subject.tag,
-                "exact": subject.rule.looks_ahead,
-                "layer": layer,
-                "warmup": subject.run.warmup_steps,
-                "steps": steps,
-                "deviation": (batches - means).T,
-                "distance": _mean_distance(subject, layer),
-                "load": usage.T / subject.run.target,
-                "bound": None if bound is None else thin(bound, bound)[0],
-                "bound_share": None if bound is None or np.isnan(bound).all() else float(np.nanmean(bound)),
-                "score_std": float(np.nanmean(_experts(subject, "score_std", layer)[1][-10:])),
-                "interval": subject.run.config["train"]["log_every"],
-            }
-        )
-    return {"methods": methods}
+    return over_methods([*choice, *thresholds[:1]], _stability)
+
+
+def _stability(subject: Subject) -> Data:
+    run, layer = subject.run, subject.layers[len(subject.layers) // 2]
+    steps, means = _experts(subject, "cutoff", layer)
+    bound, distances = _at_bounds(subject), expert_series(run.train, "cutoff_distance").get(layer)
+    return {
+        "exact": subject.rule.looks_ahead,
+        "layer": layer,
+        "warmup": run.warmup_steps,
+        "steps": steps,
+        "deviation": (_experts(subject, "batch_cutoff", layer)[1] - means).T,
+        "distance": None if distances is None else np.nanmean(distances[1][distances[0] > 0.75 * distances[0][-1]]),
+        "load": _experts(subject, "usage", layer)[1].T / run.target,
+        "bound": None if bound is None else thin(bound, bound)[0],
+        "bound_share": None if bound is None or np.isnan(bound).all() else np.nanmean(bound),
+        "score_std": np.nanmean(_experts(subject, "score_std", layer)[1][-10:]),
+        "interval": run.config["train"]["log_every"],
+    }
 
 
 def _by_cutoff(material: Material) -> tuple[list[Subject], list[Subject]]:
-    """Return the methods with cutoffs: of those that look ahead in training the one with the largest pool, if any, and
-    those that train by the cutoffs.
+    """Return the methods with cutoffs: the one with the largest pool of those that look ahead in training, if any, and
+    all that train by the cutoffs.
     """
     found = [subject for subject in material.routed if subject.run.has_cutoffs]
+    if not found:
+        raise NotShownError("no run has cutoffs")
     choices = sorted((s for s in found if s.rule.looks_ahead), key=lambda s: pool_tokens(s.run) or 0)
     return choices[-1:], [s for s in found if not s.rule.looks_ahead]
-
-
-def _mean_distance(subject: Subject, layer: int) -> float | None:
-    """Return the mean of |batch cutoff − running mean| over experts and the last quarter of the steps."""
-    found = expert_series(subject.run.train, "cutoff_distance").get(layer)
-    return None if found is None else float(np.nanmean(found[1][found[0] > 0.75 * found[0][-1]]))
 
 
 def _at_bounds(subject: Subject) -> np.ndarray | None:
@@ -105,9 +93,8 @@ def draw_cutoff_stability(data: Data) -> Figure:
     }
     if any(entry["bound"] is not None for entry in methods):
         titles["bound"] = ("experts at a capacity bound, all layers (%)", 100)
-    key = method_strokes(methods)
     texts = [title for title, _ in titles.values()]
-    figure, every = panels(WIDE, texts, 1.3, columns=1, share=False, key=key)
+    figure, every = panels(WIDE, texts, 1.3, columns=1, share=False, key=method_strokes(methods))
     for axes, (name, (_, unit)) in zip(every, titles.items(), strict=True):
         late = []
         for entry, stroke in zip(methods, strokes(methods), strict=True):
@@ -116,27 +103,20 @@ def draw_cutoff_stability(data: Data) -> Figure:
             steps, values = array(entry["steps"]), unit * np.atleast_2d(array(entry[name]))
             known = np.isfinite(values).any(axis=0)
             low, high = (edge(values[:, known], axis=0) for edge in (np.nanmin, np.nanmax))
-            if len(values) > 1:
-                axes.fill_between(steps[known], low, high, color=stroke["color"], alpha=0.2, linewidth=0)
+            axes.fill_between(steps[known], low, high, color=stroke["color"], alpha=0.2, linewidth=0)
             axes.plot(steps, values[0], **stroke, linewidth=1.1, **marker(int(known.sum())))
             settled = steps[known] > 0.25 * steps[-1]
             late += [*low[settled], *high[settled]]
-        _frame(axes, late, bottom=0 if name == "bound" else None)
-        ends = [array(entry["steps"])[place] for entry in methods for place in (0, -1)]
+        if late:  # the first quarter may lie outside
+            low, high = min(late), max(late)
+            room = 0.08 * (high - low) or max(abs(high), 1) / 2
+            axes.set_ylim(-0.3 * room if name == "bound" else low - room, high + room)
+        ends = [entry["steps"][place] for entry in methods for place in (0, -1)]
         axes.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
         step_axis(axes)
         mark_warmup(axes, max(entry["warmup"] for entry in methods), labelled=axes is every[0])
     every[1].axhline(100, **TARGET)
     return figure
-
-
-def _frame(axes: Axes, values: Sequence[float], bottom: float | None) -> None:
-    """Set the y limits to the values with some room, or from `bottom` if given."""
-    if not values:
-        return
-    low, high = (min(values) if bottom is None else bottom), max(values)
-    room = 0.08 * (high - low) or max(abs(high), 1) / 2
-    axes.set_ylim(low - room if bottom is None else low - 0.3 * room, high + room)
 
 
 def say_cutoff_stability(data: Data) -> str:
@@ -182,10 +162,10 @@ def warmup(material: Material) -> Data:
     layers = shown[0].layers
     late, early = layers[3 * len(layers) // 4], layers[len(layers) // 2]
     early = layers[0] if early == late else early
-    methods = []
-    for subject in shown:
+
+    def compute(subject: Subject) -> Data:
         train = [record for record in subject.run.train if record["step"] <= 2 * ends]
-        entry: dict[str, Any] = {**subject.tag, "cold": subject in thresholds and subject.run.warmup_steps == 0}
+        entry: dict[str, Any] = {"cold": subject in thresholds and subject.run.warmup_steps == 0}
         for name, layer in (("cutoff", late), ("batch_cutoff", late), ("other_cutoff", early)):
             steps, values = _experts(subject, name.removeprefix("other_"), layer, train)
             entry[name] = np.stack([steps, values[:, 0]], axis=1)
@@ -196,8 +176,10 @@ def warmup(material: Material) -> Data:
             entry[name] = _mean_of_layers(train, name) if bounded or name.endswith("std") else []
         own = subject.run.warmup_steps
         entry["starvation"] = [[step, share if step > own else math.nan] for step, share in entry["starvation"]]
-        methods.append(entry)
-    return {"warmup": ends, "layer": late, "other_layer": early, "target": shown[0].run.target, "methods": methods}
+        return entry
+
+    common = {"warmup": ends, "layer": late, "other_layer": early, "target": shown[0].run.target}
+    return common | over_methods(shown, compute)
 
 
 def draw_warmup(data: Data) -> Figure:
@@ -263,20 +245,19 @@ def capacity(material: Material) -> Data:
     if not shown:
         raise NotShownError("no run has capacity bounds")
     begin = max(subject.run.warmup_steps for subject in shown)
-    methods = []
-    for subject in shown:
+
+    def compute(subject: Subject) -> Data:
         interval = subject.run.config["train"]["log_every"]
         train = [record for record in subject.run.train if record["step"] - interval >= begin]
+        if len(train) < 2:
+            raise NotShownError("no run with capacity bounds was trained beyond its warmup yet")
         pool = pool_tokens(subject.run) or subject.pool
         bounds = subject.rule.load_bounds(pool)
         assert bounds is not None
-        if len(train) > 1:
-            values = {name: layer_series(train, name) for name in ("raw_usage", "saturation", "starvation")}
-            tag = {**subject.tag, "bounds": [load / pool for load in bounds], "target": subject.run.target}
-            methods.append(tag | values)
-    if not methods:
-        raise NotShownError("no run with capacity bounds was trained beyond its warmup yet")
-    return {"methods": methods}
+        values = {name: layer_series(train, name) for name in ("raw_usage", "saturation", "starvation")}
+        return {"bounds": [load / pool for load in bounds], "target": subject.run.target, **values}
+
+    return over_methods(shown, compute)
 
 
 def draw_capacity(data: Data) -> Figure:
@@ -301,18 +282,18 @@ def draw_capacity(data: Data) -> Figure:
 
 
 def say_capacity(data: Data) -> str:
-    parts = []
-    for entry in data["methods"]:
-        means = [
-            np.nanmean([y for points in entry[name].values() for _, y in points if y is not None])
+    def clause(entry: Data) -> str:
+        used, dropped, filled = (
+            percent(np.nanmean([y for points in entry[name].values() for _, y in points if y is not None]))
             for name in ("raw_usage", "saturation", "starvation")
-        ]
-        parts.append(
-            f"in {entry['method']} an expert's cutoff selects {percent(means[0])} of the tokens on average, "
-            f"{percent(entry['target'])} being the target; the upper bound drops {percent(means[1])} of these, and the "
-            f"lower bound fills {percent(means[2])} of the places"
         )
-    return f"After warmup, {'; '.join(parts)}."
+        return (
+            f"in {entry['method']} an expert's cutoff selects {used} of the tokens on average, the target being "
+            f"{percent(entry['target'])}; the upper bound drops {dropped} of these, and the lower bound fills {filled} "
+            "of the places"
+        )
+
+    return f"After warmup, {'; '.join(map(clause, data['methods']))}."
 
 
 def cutoffs_and_biases(material: Material) -> Data:
@@ -352,15 +333,14 @@ def draw_cutoffs_and_biases(data: Data) -> Figure:
 
 
 def say_cutoffs_and_biases(data: Data) -> str:
-    parts = []
-    for entry in data["methods"]:
+    def drift(entry: Data) -> str:
         steps, values = array(entry["steps"]), array(entry["values"])
         half = np.searchsorted(steps, steps[-1] / 2)
-        drift = np.nanmean(np.abs(values[:, -1] - values[:, half]))
-        parts.append(f"{entry['method']} {drift:.2f}")
+        return f"{np.nanmean(np.abs(values[:, -1] - values[:, half])):.2f}"
+
     return (
         f"In layer {data['layer']}, the cutoff or bias of an expert moved in the second half of training by a mean of "
-        f"{listed(parts)}."
+        f"{each(data, drift)}."
     )
 
 
@@ -375,19 +355,17 @@ def _experts(
 
 
 def _mean_of_layers(train: Sequence[Record], key: str) -> list[list[float]]:
-    series = list(layer_series(train, key).values())
-    steps = sorted(set.intersection(*({x for x, _ in points} for points in series))) if series else []
-    lookups = [dict(points) for points in series]
-    return [[step, float(np.nanmean([lookup[step] for lookup in lookups]))] for step in steps]
+    """Return the mean over layers at the steps at which all of them recorded a number."""
+    layers = [dict(points) for points in layer_series(train, key).values()]
+    steps = sorted(set.intersection(*map(set, layers))) if layers else []
+    return [[step, float(np.nanmean([points[step] for points in layers]))] for step in steps]
 
 
 FIGURES = [
     Study("cutoff_stability", "Cutoffs", "Cutoffs, loads and capacity bounds",
           cutoff_stability, draw_cutoff_stability, say_cutoff_stability),
-    Study("warmup", "Cutoffs", "Warmup dynamics",
-          warmup, draw_warmup, say_warmup),
-    Study("capacity", "Cutoffs", "Capacity behaviour",
-          capacity, draw_capacity, say_capacity),
+    Study("warmup", "Cutoffs", "Warmup dynamics", warmup, draw_warmup, say_warmup),
+    Study("capacity", "Cutoffs", "Capacity behaviour", capacity, draw_capacity, say_capacity),
     Study("cutoffs_and_biases", "Cutoffs", "Cutoffs against biases",
           cutoffs_and_biases, draw_cutoffs_and_biases, say_cutoffs_and_biases),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby, pairwise
 from statistics import fmean, stdev
@@ -18,19 +19,19 @@ from ..methods import Subject, options, pool_tokens
 from ..plain import Data, NotShownError, array
 from ..records import finite, mean_loss, series
 from ..results import over_seeds
-from ..sentences import counted, listed, pool_size, short, signed
+from ..sentences import counted, each, listed, pool_size, short, signed
 from .axes import (
-    NamedLine,
+    draw_key,
     marker,
     method_panels,
     method_strokes,
     name_lines,
-    named_lines,
     panels,
     single,
+    step_axis,
     tokens_axis,
 )
-from .study import Study
+from .study import Study, over_methods
 from .style import INK, KINDS, METHODS, MUTED, NARROW, WIDE, strokes
 
 if TYPE_CHECKING:
@@ -43,11 +44,7 @@ LATE = 0.9
 
 def loss_by_method(material: Material) -> Data:
     """Collect validation losses in nats per token over tokens, as mean and standard deviation over seeds."""
-    found = [_curve(runs) for runs in material.compared]
-    shown = [entry for entry in found if entry["points"]]
-    if not shown:
-        raise NotShownError("no run was validated yet")
-    return {"methods": shown, "left_out": _without(found, shown, NOT_VALIDATED)}
+    return over_methods(material.first_runs, lambda subject: _curve(material.methods[subject.method]))
 
 
 def draw_losses(data: Data, scale: Callable[[Axes], None] = tokens_axis) -> Figure:
@@ -57,8 +54,7 @@ def draw_losses(data: Data, scale: Callable[[Axes], None] = tokens_axis) -> Figu
     others are named, and the rest are grey.
     """
     named, others = _named(data["methods"])
-    title = "validation loss (nats per token)"
-    return _curves(named, "{:.3f}", title, WIDE, 3.2, scale, others)
+    return _curves(named, others, "validation loss (nats per token)", "{:.3f}", 3.2, scale)
 
 
 def _named(methods: Sequence[Data]) -> tuple[Sequence[Data], Sequence[Data]]:
@@ -73,60 +69,37 @@ def _named(methods: Sequence[Data]) -> tuple[Sequence[Data], Sequence[Data]]:
 
 
 def seconds_axis(axes: Axes) -> None:
-    axes.set_xlabel("seconds of training", loc="right")
-    axes.set_xlim(left=0)
+    """Put the seconds of training on the x axis."""
+    step_axis(axes, "seconds of training")
 
 
 def say_loss_by_method(data: Data) -> str:
-    at, ends = _last_shared(data["methods"])
-    if at is None:
-        parts = [
-            f"{entry['points'][-1][1]:.3f} in {entry['method']} after {short(entry['points'][-1][0])} tokens"
-            for entry in data["methods"]
-        ]
+    at = [{tokens: place for place, (tokens, _) in enumerate(entry["points"])} for entry in data["methods"]]
+    last = max(set.intersection(*map(set, at)), default=None)
+    if last is None:
+        ends = each(data, lambda entry: f"{entry['points'][-1][1]:.3f} after {short(entry['points'][-1][0])} tokens")
         text = "The methods were not validated at the same step; their last losses, in nats per token, are"
-        return f"{text} {listed(parts)}."
-    (best, name, _), *others = sorted(ends)
-    spreads = [std for *_, std in ends if std is not None]
-    seeds = f"the standard deviation over seeds is at most {max(spreads):.3f}" if spreads else ""
-    if not others:
-        text = f"After {short(at)} tokens the validation loss of {name} is {best:.3f} nats per token"
-        return f"{text}; {seeds or 'there is one seed'}."
-    text = f"After {short(at)} tokens {name} has the lowest validation loss, {best:.3f} nats per token, followed by"
-    gaps = listed([f"{method} ({signed(loss - best)})" for loss, method, _ in others])
-    return f"{text} {gaps}; {seeds or 'each has one seed'}."
-
-
-def _last_shared(methods: Sequence[Data]) -> tuple[float | None, list[tuple[float, str, float | None]]]:
-    """Return the last tokens at which all methods were validated, and each one's loss, name and std there."""
-    at = [{tokens: place for place, (tokens, _) in enumerate(entry["points"])} for entry in methods]
-    shared = max(set.intersection(*map(set, at)), default=None)
-    if shared is None:
-        return None, []
-    places = [each[shared] for each in at]
-    return shared, [
-        (entry["points"][place][1], entry["method"], entry["std"][place])
-        for entry, place in zip(methods, places, strict=True)
-    ]
-
-
-NOT_VALIDATED = "its runs were not validated at a step that all of them share"
-
-
-def _without(every: Sequence[Data], shown: Sequence[Data], reason: str) -> dict[str, str]:
-    """Return the methods that are not shown, with the reason."""
-    names = {entry["method"] for entry in shown}
-    return {entry["method"]: reason for entry in every if entry["method"] not in names}
+        return f"{text} {ends}."
+    places = [(entry, found[last]) for entry, found in zip(data["methods"], at, strict=True)]
+    (best, name), *others = sorted((entry["points"][place][1], entry["method"]) for entry, place in places)
+    spreads = [std for entry, place in places if (std := entry["std"][place]) is not None]
+    seeds = (
+        f"the standard deviation over seeds is at most {max(spreads):.3f}" if spreads else "each method has one seed"
+    )
+    gaps = listed([f"{method} ({signed(loss - best)})" for loss, method in others]) if others else ""
+    followed = f", the lowest, followed by {gaps}" if gaps else ""
+    return f"After {short(last)} tokens {name} has a validation loss of {best:.3f} nats per token{followed}; {seeds}."
 
 
 def _curve(runs: Sequence[Subject]) -> dict[str, Any]:
-    """Return the validation losses of a method's runs at the steps that all of them share."""
+    """Return the validation losses of a method's runs at the steps that all of them share, at least one."""
     losses = [dict(finite(series(subject.run.validation, "loss"))) for subject in runs]
-    steps = sorted(set.intersection(*(set(each) for each in losses)))
-    at = [[each[step] for each in losses] for step in steps]
+    steps = sorted(set.intersection(*map(set, losses)))
+    if not steps:
+        raise NotShownError("its runs were not validated at a step that all of them share")
+    at = [[found[step] for found in losses] for step in steps]
     tokens = runs[0].run.tokens_per_step
     return {
-        **runs[0].tag,
         "seeds": len(runs),
         "points": [[step * tokens, fmean(values)] for step, values in zip(steps, at, strict=True)],
         "std": [stdev(values) if len(values) > 1 else None for values in at],
@@ -139,32 +112,28 @@ def token_multiple(material: Material) -> Data:
     The reference is `recipes.REFERENCE` if present, else the first method. There is a point for each of its
     validations. Losses are the lowest so far, interpolated linearly between validations.
     """
-    every = [_curve(runs) for runs in material.compared]
-    curves = [curve for curve in every if len(curve["points"]) > 1]
-    if len(curves) < 2:
+    found = [subject for subject in material.first_runs if len(finite(series(subject.run.validation, "loss"))) > 1]
+    if len(found) < 2:
         raise NotShownError("it compares two methods or more, each validated twice or more")
-    reference = next((curve for curve in curves if curve["kind"] == REFERENCE), curves[0])
-    methods = []
-    for curve in curves:
-        if curve is not reference:
-            points = [
-                [tokens, tokens / needed] for tokens, loss in _lowest(reference) if (needed := _reached(curve, loss))
-            ]
-            methods.append({"method": curve["method"], "kind": curve["kind"], "points": points})
-    shown = [entry for entry in methods if entry["points"]]
-    if not shown:
-        raise NotShownError(f"no other method came down to a loss of {reference['method']}")
-    left_out = _without(every, curves, "it was not validated twice")
-    left_out |= _without(methods, shown, f"it never had a loss that {reference['method']} was validated at")
-    return {"reference": reference["method"], "methods": shown, "left_out": left_out}
+    reference = next((subject for subject in found if subject.kind == REFERENCE), found[0])
+    goals = _lowest(_curve(material.methods[reference.method]))
+
+    def compute(subject: Subject) -> Data:
+        curve = _curve(material.methods[subject.method])
+        points = [[tokens, tokens / needed] for tokens, loss in goals if (needed := _reached(curve, loss))]
+        if not points:
+            raise NotShownError(f"it never had a loss that {reference.method} was validated at")
+        return {"points": points}
+
+    return {"reference": reference.method, **over_methods([s for s in found if s is not reference], compute)}
 
 
 def draw_token_multiple(data: Data) -> Figure:
-    """Draw the tokens that the reference needs for a loss over those that each method needs."""
+    """Draw the tokens that the reference needs for a loss over the tokens that each method needs."""
     title = f"tokens of {data['reference']} / tokens, at equal loss"
-    figure = _curves(data["methods"], "{:.2f}", title, WIDE, 2, tokens_axis)
+    scale = partial(step_axis, label=f"tokens {data['reference']} was trained on")
+    figure = _curves(data["methods"], [], title, "{:.2f}", 2, scale)
     figure.axes[0].axhline(1, color=MUTED, linewidth=0.8)
-    figure.axes[0].set_xlabel(f"tokens {data['reference']} was trained on", loc="right")
     return figure
 
 
@@ -191,22 +160,16 @@ def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
 
 def batch_size_scaling(material: Material) -> Data:
     """Collect losses and, where it was measured, CORE, by pool size in training, beside rules without pools."""
-    entries = []
-    for subjects in material.compared:
-        first = subjects[0]
-        found = [
-            (_late(s), validation[-1][1]) for s in subjects if (validation := finite(series(s.run.validation, "loss")))
+    entries: list[dict[str, Any]] = []
+    for first, *others in material.compared:
+        losses = [
+            (_late(s), found[-1][1]) for s in (first, *others) if (found := finite(series(s.run.validation, "loss")))
         ]
-        if first.layers and first.run.has_cutoffs and found:
-            entries.append(
-                {
-                    **first.tag,
-                    "pool": pool_tokens(first.run) if first.rule.looks_ahead else None,
-                    "train": over_seeds(fmean, [train for train, _ in found]),
-                    "validation": fmean(validation for _, validation in found),
-                    "core": _evaluated(first).get("core", {}),
-                }
-            )
+        if first.layers and first.run.has_cutoffs and losses:
+            train, validation = zip(*losses, strict=True)
+            pool = pool_tokens(first.run) if first.rule.looks_ahead else None
+            means = {"train": over_seeds(fmean, train), "validation": fmean(validation)}
+            entries.append({**first.tag, "pool": pool, **means, "core": _evaluated(first).get("core", {})})
     for entry, core in zip(entries, comparable_cores([entry["core"] for entry in entries]), strict=True):
         entry["core"] = core
     pools = {entry["pool"] for entry in entries} - {None}
@@ -250,12 +213,11 @@ def draw_batch_size_scaling(data: Data) -> Figure:
 
 
 def say_batch_size_scaling(data: Data) -> str:
-    choice = [entry for entry in data["methods"] if entry["pool"] is not None]
-    parts = [f"{entry['validation']:.3f} in {entry['method']}" for entry in choice]
-    text = f"By the tokens of the pool the validation loss is {listed(parts)}"
-    others = [entry for entry in data["methods"] if entry["pool"] is None]
-    threshold = [f"{entry['validation']:.3f} in {entry['method']}" for entry in others]
-    return f"{text}; it is {listed(threshold)}." if threshold else f"{text}."
+    by_pool, others = (
+        [entry for entry in data["methods"] if (entry["pool"] is None) == without] for without in (False, True)
+    )
+    losses = [each({"methods": some}, lambda entry: f"{entry['validation']:.3f}") for some in (by_pool, others) if some]
+    return f"By the tokens of the pool the validation loss is {'; it is '.join(losses)}."
 
 
 def train_against_validation(material: Material) -> Data:
@@ -265,46 +227,48 @@ def train_against_validation(material: Material) -> Data:
     pools_gap: where `et evaluate` has measured it, the loss on one text routed causally less that routed by the pools
     of training.
     """
-    methods, left_out = [], {}
-    for subject in material.first_runs:
+
+    def compute(subject: Subject) -> Data:
         tokens = subject.run.tokens_per_step
         train, validation = (
             [[step * tokens, loss] for step, loss in finite(series(records, key))]
             for records, key in ((subject.run.train, "cross_entropy"), (subject.run.validation, "loss"))
         )
         if not (train and validation):
-            left_out[subject.method] = "it was not validated yet"
-        else:
-            late = _late(subject)
-            methods.append(
-                {
-                    **subject.tag,
-                    "train": _running_mean(train),
-                    "validation": validation,
-                    "gap": None if late is None else validation[-1][1] - late,
-                    "pools_gap": _pools_gap(subject),
-                }
-            )
-    if not methods:
-        raise NotShownError("no run was validated yet")
-    return {"methods": methods, "left_out": left_out}
+            raise NotShownError("it was not validated yet")
+        late = _late(subject)
+        return {
+            "train": _running_mean(train),
+            "validation": validation,
+            "gap": None if late is None else validation[-1][1] - late,
+            "pools_gap": _pools_gap(subject),
+        }
+
+    return over_methods(material.first_runs, compute)
 
 
 def draw_train_against_validation(data: Data) -> Figure:
     """Draw each method's training loss, a running mean, and validation loss, over the last two thirds."""
-    methods, drawn = data["methods"], strokes(data["methods"])
     causal: dict[str, Any] = {
-        "color": INK, "linestyle": (0, (3, 1.5)), "marker": "o", "markersize": 2.5, "linewidth": 1
-    }  # fmt: skip
+        "color": INK,
+        "linestyle": (0, (3, 1.5)),
+        "linewidth": 1,
+        "marker": "o",
+        "markersize": 2.5,
+    }
     pools: dict[str, Any] = {
-        "color": INK, "linestyle": "none", "marker": "D", "markersize": 4, "markerfacecolor": "none"
-    }  # fmt: skip
+        "color": INK,
+        "linestyle": "none",
+        "marker": "D",
+        "markersize": 4,
+        "markerfacecolor": "none",
+    }
     key: dict[str, Any] = {"training": {"color": MUTED, "linestyle": "-"}, "validation": causal}
-    if any(entry["pools_gap"] is not None for entry in methods):
+    if any(entry["pools_gap"] is not None for entry in data["methods"]):
         key["validation, routed by the pools of training"] = pools
-    figure, every = method_panels(WIDE, methods, 1.4, "", "nats per token", key=key)
+    figure, every = method_panels(WIDE, data["methods"], 1.4, "", "nats per token", key=key)
     seen = []
-    for axes, entry, stroke in zip(every, methods, drawn, strict=True):
+    for axes, entry, stroke in every:
         train, validation = array(entry["train"]), array(entry["validation"])
         axes.plot(*train.T, **stroke, **marker(len(train)))
         axes.plot(*validation.T, **causal)
@@ -314,8 +278,8 @@ def draw_train_against_validation(data: Data) -> Figure:
         tokens_axis(axes)
     low, high = np.nanmin(seen), np.nanmax(seen)
     room = 0.06 * (high - low)
-    begin = max(array(entry["train"])[-1, 0] for entry in methods) / 3
-    every[0].set(xlim=(begin, None), ylim=(low - room, high + room))  # shared
+    begin = max(entry["train"][-1][0] for entry in data["methods"]) / 3
+    every[0][0].set(xlim=(begin, None), ylim=(low - room, high + room))  # shared
     return figure
 
 
@@ -324,14 +288,13 @@ def say_train_against_validation(data: Data) -> str:
         [f"{signed(entry[name])} ({entry['method']})" for entry in data["methods"] if entry[name] is not None]
         for name in ("gap", "pools_gap")
     )
-    text = (
-        f"The last validation loss less the mean training loss of the last tenth of the steps is {listed(gaps)}."
-        if gaps
-        else "The lines of the log are longer than the last tenth of the steps; --log-every makes them shorter."
-    )
-    if pooled:
-        text += f" On one text, routing causally instead of by training's pools changes the loss by {listed(pooled)}."
-    return text
+    texts = {
+        "The last validation loss less the mean training loss of the last tenth of the steps is": gaps,
+        "On one text, routing causally instead of by training's pools changes the loss by": pooled,
+    }
+    said = [f"{text} {listed(parts)}." for text, parts in texts.items() if parts]
+    none = "The lines of the log are longer than the last tenth of the steps; --log-every makes them shorter."
+    return " ".join(said if gaps else [none, *said])
 
 
 def shared_expert(material: Material) -> Data:
@@ -356,29 +319,29 @@ def fanout_norm(material: Material) -> Data:
 
 def _curves(
     methods: Sequence[Data],
-    number: str,
+    others: Sequence[Data],
     title: str,
-    width: float,
+    number: str,
     height: float,
     scale: Callable[[Axes], None],
-    others: Sequence[Data] = (),
 ) -> Figure:
     """Draw a line for each method, named with its last number, and behind them the others in grey."""
-    every, behind = ([_points(entry) for entry in each] for each in (methods, others))
-    lines = named_lines(methods, [[(x, y) for x, y in points.tolist()] for points in every], number)
+    figure, axes = single(WIDE, height, title)
     grey: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "alpha": 0.4}
-    key = [*lines, *(NamedLine(counted(len(behind), "other"), points.tolist(), grey) for points in behind[:1])]
-    figure, axes = single(width, height, title)
-    for points in behind:
-        axes.plot(*points.T, **grey)
-    for entry, points, line in zip(methods, every, lines, strict=True):
-        axes.plot(*points.T, **line.stroke, marker="o", markersize=2.5)
+    if others:
+        draw_key(figure, {counted(len(others), "other"): grey})
+    for entry in others:
+        axes.plot(*_points(entry).T, **grey)
+    drawn = []
+    for entry, stroke in zip(methods, strokes(methods), strict=True):
+        points = _points(entry)
+        drawn += axes.plot(*points.T, **stroke, marker="o", markersize=2.5)
         if any(entry.get("std", [])):
             low, high = (points[:, 1] + sign * array(entry["std"]) for sign in (-1, 1))
-            axes.fill_between(points[:, 0], low, high, color=line.stroke["color"], alpha=0.15, linewidth=0)
+            axes.fill_between(points[:, 0], low, high, color=stroke["color"], alpha=0.15, linewidth=0)
     scale(axes)
-    _trim(axes, [*every, *behind])
-    name_lines(axes, key)
+    _trim(axes, [_points(entry) for entry in (*methods, *others)])
+    name_lines(axes, drawn, number)
     return figure
 
 
@@ -414,13 +377,10 @@ def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool],
     routed = [runs for runs in material.methods.values() if runs[0].layers]
     shown: list[dict[str, Any]] = []
     for _, alike in groupby(sorted(routed, key=rest), rest):
-        group = list(alike)
-        first = [runs for runs in group if has(options(runs[0].run))]
-        second = [runs for runs in group if not has(options(runs[0].run))]
-        if first and second:
-            curves = [_curve(first[0]), _curve(second[0])]
-            if all(curve["points"] for curve in curves):
-                shown += curves
+        pair = {has(options(runs[0].run)): runs for runs in reversed(list(alike))}  # the first of each kind
+        with suppress(NotShownError):
+            if len(pair) == 2:
+                shown += [{**pair[first][0].tag, **_curve(pair[first])} for first in (True, False)]
     if not shown:
         raise NotShownError(why_not)
     return {"methods": shown}

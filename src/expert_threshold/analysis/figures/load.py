@@ -17,10 +17,11 @@ from ...routing import kth_largest, take
 from ..material import Material
 from ..measures import best_expert_choice, best_token_choice, load_variation, routing_objective
 from ..measures import load_spread as spread_of
+from ..methods import Subject
 from ..plain import Data, NotShownError, array
-from ..sentences import listed, percent, pool_size
+from ..sentences import each, listed, percent, pool_size
 from .axes import by_layer, draw_key, method_strokes, panels, ratio_axis, rows_of
-from .study import Study
+from .study import Study, over_methods
 from .style import MUTED, NARROW, WIDE, strokes
 
 if TYPE_CHECKING:
@@ -41,34 +42,33 @@ BATCH, BATCHES, LAYERS = 128, 4, 4
 
 def load_balance(material: Material) -> Data:
     """Compute largest load / mean load, and the coefficient of variation, per layer under causal routing."""
-    methods = []
-    for subject in material.routed:
+
+    def compute(subject: Subject) -> Data:
         trace = material.trace(subject)
         loads = torch.stack([trace.assignment(layer).sum(0) for layer in trace.layers])
-        methods.append(
-            {**subject.tag, "layers": trace.layers, "spread": spread_of(loads), "variation": load_variation(loads)}
-        )
-    return {"methods": methods}
+        return {"layers": trace.layers, "spread": spread_of(loads), "variation": load_variation(loads)}
+
+    return over_methods(material.routed, compute)
 
 
 def draw_load_balance(data: Data) -> Figure:
-    """Draw largest load / mean load over layers, logarithmic; a dot for each method if there is one layer."""
-    most = max((value for entry in data["methods"] for value in entry["spread"] if value is not None), default=1)
-    return by_layer(data, "spread", "largest load / mean load", NARROW, 1, lambda axis: ratio_axis(axis, most))
+    """Draw largest load / mean load over layers, logarithmic."""
+    figure, axes = by_layer(data, "spread", "largest load / mean load", NARROW)
+    ratio_axis(
+        axes, max((value for entry in data["methods"] for value in entry["spread"] if value is not None), default=1)
+    )
+    return figure
 
 
 def say_load_balance(data: Data) -> str:
-    parts, silent = [], []
-    for entry in data["methods"]:
-        spreads = [value for value in entry["spread"] if value is not None]  # None: the layer routes no token
-        if spreads:
-            parts.append(f"{max(spreads):.2f} times the mean in {entry['method']}")
-        else:
-            silent.append(entry["method"])
-    told = [f"In the worst layer the largest load is {listed(parts)}."] if parts else []
-    if silent:
-        told.append(f"No token is routed in {listed(silent)}.")
-    return " ".join(told)
+    spreads = {  # None: the layer routes no token
+        entry["method"]: max((value for value in entry["spread"] if value is not None), default=None)
+        for entry in data["methods"]
+    }
+    parts = [f"{most:.2f} times the mean in {method}" for method, most in spreads.items() if most is not None]
+    silent = [method for method, most in spreads.items() if most is None]
+    texts = [f"In the worst layer the largest load is {listed(parts)}."] if parts else []
+    return " ".join([*texts, f"No token is routed in {listed(silent)}."] if silent else texts)
 
 
 def objective(material: Material) -> Data:
@@ -82,26 +82,23 @@ def objective(material: Material) -> Data:
     experts than the mean fanout, rounded. `shares`: the rule's value over that of the optima with free and with fixed
     fanouts.
     """
-    methods: list[dict[str, Any]] = []
-    left_out = {}
-    if find_spec("scipy") is None:
-        left_out["Eq. 3"] = "it needs scipy, which is missing; pip install scipy"
-    for subject in material.each("routing objective", material.routed):
+
+    def compute(subject: Subject) -> Data:
         trace = material.trace(subject)
         layers = trace.layers[:LAYERS]
         found = [each for layer in layers if (each := _objectives(trace.scores(layer), trace.assignment(layer)))]
         if not found:
-            left_out[subject.method] = "no token is routed, or its scores do not vary"
-            continue
-        shared = set.intersection(*map(set, found))
-        means = {name: float(np.mean([each[name] for each in found])) for name in found[0] if name in shared}
+            raise NotShownError("no token is routed, or its scores do not vary")
+        means = {name: np.mean([each[name] for each in found]) for name in found[0] if all(name in e for e in found)}
         optima = {"free": means["population"], "fixed": means.get("balanced", 0)}
         shares = {name: means["rule"] / best for name, best in optima.items() if best > 0}
         means["load"] /= subject.run.rule["experts_per_token"]
-        methods.append({**subject.tag, **means, "shares": shares})
-    if not methods:
-        raise NotShownError("no token is routed, or scores do not vary")
-    return {"batch": BATCH, "methods": methods, "left_out": left_out}
+        return {**means, "shares": shares}
+
+    data = over_methods(material.each("routing objective", material.routed), compute)
+    if find_spec("scipy") is None:
+        data["left_out"]["Eq. 3"] = "it needs scipy, which is missing; pip install scipy"
+    return {"batch": BATCH, **data}
 
 
 def draw_objective(data: Data) -> Figure:
@@ -114,10 +111,8 @@ def draw_objective(data: Data) -> Figure:
         "population": ("Eq. 5, expert on average", {"marker": "^", "markersize": 6, "markerfacecolor": "none"}),
     }
     drawn = {name: mark for name, mark in marks.items() if any(entry.get(name) is not None for entry in methods)}
-    key = {name: {"color": MUTED, "linestyle": "none", **mark} for name, mark in drawn.values()}
-    labels = [f"{entry['method']}, load {100 * entry['load']:.0f} %" for entry in methods]
-    figure, axes = rows_of(NARROW, labels)
-    draw_key(figure, key)
+    figure, axes = rows_of(NARROW, [f"{entry['method']}, load {100 * entry['load']:.0f} %" for entry in methods])
+    draw_key(figure, {name: {"color": MUTED, "linestyle": "none", **mark} for name, mark in drawn.values()})
     for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
         for name, (_, mark) in drawn.items():
             if entry.get(name) is not None:
@@ -127,14 +122,13 @@ def draw_objective(data: Data) -> Figure:
 
 
 def say_objective(data: Data) -> str:
-    parts = [
-        " and ".join(f"{percent(share)} with {name} fanouts" for name, share in entry["shares"].items())
-        + f" in {entry['method']} (load {percent(entry['load'])})"
-        for entry in data["methods"]
-    ]
+    def clause(entry: Data) -> str:
+        shares = " and ".join(f"{percent(share)} with {name} fanouts" for name, share in entry["shares"].items())
+        return f"{shares} (load {percent(entry['load'])})"
+
     return (
         "The mean score of a routed token, above the layer's mean, is compared with the best that equal loads allow "
-        f"with as many routed tokens, at a load given as a share of the load aimed at: {listed(parts)}. With free "
+        f"with as many routed tokens, at a load given as a share of the load aimed at: {each(data, clause)}. With free "
         "fanouts (Eq. 5) each expert's best tokens are the optimum; with fixed ones (Eq. 3) no token has more experts "
         "than the mean, rounded. Unequal loads can put a rule above an optimum."
     )
@@ -187,23 +181,21 @@ def load_at_scale(material: Material) -> Data:
     Φ⁻¹((m − 3/8) / (m + 1/4)) standard deviations above the mean (Blom). A step waits for the busiest device, and
     experts take the same share of its time as of its FLOPs, `experts_share`.
     """
-    methods = []
-    for subject in material.each("load at scale", material.routed):
+
+    def compute(subject: Subject) -> Data:
         trace = material.trace(subject)
         loads = window_loads(trace)
         spread = spread_of_windows(loads, trace.context)
         exact = subject.bounds is not None and len(set(subject.bounds)) == 1
-        methods.append({**subject.tag, **spread._asdict(), **_grow(loads, spread), "exact": exact})
+        return {**spread._asdict(), **_grow(loads, spread), "exact": exact}
+
+    # The share of a token's FLOPs in its routed experts.
     model = GPTConfig.preset(REFERENCE)
-    return {
-        "tokens_per_expert": TOKENS_PER_EXPERT,
-        "experts": EXPERTS,
-        "devices": DEVICES,
-        "at": AT,
-        "experts_share": _experts_share(model),
-        "reference": REFERENCE,
-        "methods": methods,
-    }
+    assert model.rule is not None
+    routed = parameter_counts(model)["routed_experts"] * model.rule.experts_per_token / model.rule.num_experts
+    sizes = {"tokens_per_expert": TOKENS_PER_EXPERT, "experts": EXPERTS, "devices": DEVICES, "at": AT}
+    reference = {"experts_share": 6 * routed / flops_per_token(model), "reference": REFERENCE}
+    return sizes | reference | over_methods(material.each("load at scale", material.routed), compute)
 
 
 def draw_load_at_scale(data: Data) -> Figure:
@@ -219,41 +211,39 @@ def draw_load_at_scale(data: Data) -> Figure:
         f"a step of {data['reference']} waits (%)",
     ]
     figure, every = panels(WIDE, titles, 1.8, columns=3, share=False, key=key)
+    by_tokens, by_devices, waits = every
     for entry, stroke in zip(methods, strokes(methods), strict=True):
         colour = {"color": stroke["color"], "label": f"{entry['method']}, resampled"}
         experts, device = entry["by_tokens"], entry["by_devices"]
-        every[0].plot(tokens, array(experts["closed_form"][-1]), **stroke, linewidth=1)
-        every[0].plot(tokens, array(experts["resampled"][-1]), **(dots | colour))
-        every[1].plot(devices, array(device["closed_form"]), **stroke, linewidth=1)
-        every[1].plot(devices, array(device["resampled"]), **(dots | colour))
+        by_tokens.plot(tokens, array(experts["closed_form"][-1]), **stroke, linewidth=1)
+        by_tokens.plot(tokens, array(experts["resampled"][-1]), **(dots | colour))
+        by_devices.plot(devices, array(device["closed_form"]), **stroke, linewidth=1)
+        by_devices.plot(devices, array(device["resampled"]), **(dots | colour))
         wait = 100 * data["experts_share"] * (array(device["resampled"]) - 1)
-        every[2].plot(devices, wait, **stroke, marker="o", linewidth=1)
-    for axes, label in zip(every, ("tokens per expert", "devices", "devices"), strict=True):
+        waits.plot(devices, wait, **stroke, marker="o", linewidth=1)
+    for axes, label, ticks, least in (
+        (by_tokens, "tokens per expert", tokens, 1), (by_devices, "devices", devices, 1), (waits, "devices", devices, 0)
+    ):  # fmt: skip
         axes.set_xlabel(label, loc="right")
         axes.set_xscale("log", base=2)
-        ticks = tokens if label.startswith("tokens") else devices
         axes.set_xticks(ticks[::2], [pool_size(tick) for tick in ticks[::2]])
-        axes.set_ylim(bottom=0 if axes is every[2] else 1)
+        axes.set_ylim(bottom=least)
     return figure
 
 
 def say_load_at_scale(data: Data) -> str:
-    last = len(data["devices"]) - 1
-    parts = []
-    for entry in data["methods"]:
-        spread = entry["by_devices"]["resampled"][last]
-        longer = percent(data["experts_share"] * (spread - 1))
-        parts.append(f"{spread:.2f} times the mean load in {entry['method']} ({longer})")
-    share = percent(data["experts_share"])
+    def clause(entry: Data) -> str:
+        spread = entry["by_devices"]["resampled"][len(data["devices"]) - 1]
+        return f"{spread:.2f} times the mean load ({percent(data['experts_share'] * (spread - 1))})"
+
     exact = [entry["method"] for entry in data["methods"] if entry["exact"]]
-    training = ""
-    if exact:
-        training = f" In training every load of {listed(exact)} is exact; here routing is that of inference."
+    training = (
+        f" In training every load of {listed(exact)} is exact; here routing is that of inference." if exact else ""
+    )
     return (
         f"With {data['experts'][-1]:,} experts, one per device, and {pool_size(data['at'])} tokens per expert on "
-        f"average, the busiest device has {listed(parts)}. In brackets: how much longer a step takes if routed experts "
-        f"are {share} of it, as in {data['reference']}."
-        f"{training}"
+        f"average, the busiest device has {each(data, clause)}. In brackets: how much longer a step takes if routed "
+        f"experts are {percent(data['experts_share'])} of it, as in {data['reference']}.{training}"
     )
 
 
@@ -333,19 +323,8 @@ def _grow(loads: np.ndarray, spread: Spread) -> dict[str, Any]:
     }
 
 
-def _experts_share(model: GPTConfig) -> float:
-    """Return the share of a token's FLOPs in its routed experts."""
-    counts = parameter_counts(model)
-    assert model.rule is not None
-    routed = counts["routed_experts"] * model.rule.experts_per_token / model.rule.num_experts
-    return 6 * routed / flops_per_token(model)
-
-
 FIGURES = [
-    Study("load_balance", "Load", "Load balance",
-          load_balance, draw_load_balance, say_load_balance),
-    Study("objective", "Load", "Routing objective",
-          objective, draw_objective, say_objective),
-    Study("load_at_scale", "Load", "Load at scale",
-          load_at_scale, draw_load_at_scale, say_load_at_scale),
-]  # fmt: skip
+    Study("load_balance", "Load", "Load balance", load_balance, draw_load_balance, say_load_balance),
+    Study("objective", "Load", "Routing objective", objective, draw_objective, say_objective),
+    Study("load_at_scale", "Load", "Load at scale", load_at_scale, draw_load_at_scale, say_load_at_scale),
+]

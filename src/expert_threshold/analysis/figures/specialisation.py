@@ -13,10 +13,11 @@ import torch
 
 from ..material import Material
 from ..measures import expert_token_ratio, mutual_information
+from ..methods import Subject
 from ..plain import Data, NotShownError, array
-from ..sentences import counted, listed, percent
-from .axes import PANEL, Strokes, by_layer, heat, heat_key, panels, whole_ticks
-from .study import Study
+from ..sentences import counted, each, listed, percent
+from .axes import PANEL, Strokes, by_layer, colour_scale, heat, panels, whole_ticks
+from .study import Study, over_methods
 from .style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours, strokes
 
 if TYPE_CHECKING:
@@ -24,13 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CELLS = 108
-"""The most tokens of a passage shown in cells: two rows on a wide page."""
-
-LEFT, RIGHT, TOP = 0.45, 0.12, 0.26  # margins, and the height of a passage's name
-TEXT, MONO = SMALL, "DejaVu Sans Mono"
-ROW = 0.165  # inches of a line of text, and of a row of cells with numbers
-CELL = 0.17  # inches of a token's column
-LONGEST = 9  # characters of a token below its column
+"""The most tokens of a passage shown in cells: two or three rows on a wide page."""
+LONGEST = 9
+"""The most characters of a token below its column."""
+CELL, ROW, EDGE = 0.17, 0.165, 0.12  # inches: the width of a token's column, the height of a line, a margin
+MONO = "DejaVu Sans Mono"
 
 
 def specialisation(material: Material) -> Data:
@@ -43,15 +42,16 @@ def specialisation(material: Material) -> Data:
         raise NotShownError(
             "it needs the text of two domains or more: --human-eval and --gsm8k, or --domain NAME=SOURCE"
         )
-    methods = []
-    for subject in material.each("expert specialisation", material.routed):
+
+    def compute(subject: Subject) -> Data:
         ratios = {}
         for domain in domains:
             trace = material.trace(subject, domain)
             ratios[domain] = torch.cat([expert_token_ratio(trace.assignment(layer)[None]) for layer in trace.layers])
         bits = mutual_information(torch.stack(list(ratios.values()), dim=1))
-        methods.append({**subject.tag, "layers": subject.layers, "ratios": ratios, "bits": bits})
-    return {"domains": domains, "methods": methods}
+        return {"layers": subject.layers, "ratios": ratios, "bits": bits}
+
+    return {"domains": domains, **over_methods(material.each("expert specialisation", material.routed), compute)}
 
 
 def draw_specialisation(data: Data) -> Figure:
@@ -61,25 +61,24 @@ def draw_specialisation(data: Data) -> Figure:
     layers = max(len(entry["layers"]) for entry in methods)
     shown = {f"{entry['method']}\n{domain}": (entry, domain) for entry in methods for domain in data["domains"]}
     colours = [stroke["color"] for stroke in strokes(methods) for _ in data["domains"]]
-    height = max(0.13 * layers, 0.6)
-    figure, every = panels(WIDE, list(shown), height, "expert", "layer", colours=colours)
+    figure, every = panels(WIDE, list(shown), max(0.13 * layers, 0.6), "expert", "layer", colours=colours)
     for axes, (entry, domain) in zip(every, shown.values(), strict=True):
-        heat(axes, array(entry["ratios"][domain]) / most)
+        drawn = heat(axes, array(entry["ratios"][domain]), 0, most)
         axes.set_yticks(range(len(entry["layers"])), entry["layers"])
-        whole_ticks(axes.xaxis, 5)
+        whole_ticks(axes.xaxis)
     if layers > 6:
-        whole_ticks(every[0].yaxis, 5)
-    heat_key(every, [(0, "0 %"), (1, f"{100 * most:.0f} %")])
+        whole_ticks(every[0].yaxis)
+    colour_scale(every, drawn, {0: "0 %", most: f"{100 * most:.0f} %"})
     return figure
 
 
 def say_specialisation(data: Data) -> str:
-    bits = [f"{array(entry['bits']).mean():.3f} in {entry['method']}" for entry in data["methods"]]
+    bits = each(data, lambda entry: f"{array(entry['bits']).mean():.3f}")
     most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
     names = [f"{name} ({text})" if text else name for name, text in data["domains"].items()]
     return (
         f"The information of a routed token's expert about its domain, {listed(names)}, in bits averaged over "
-        f"layers and at most {math.log2(len(names)):.3g}, is {listed(bits)}. "
+        f"layers and at most {math.log2(len(names)):.3g}, is {bits}. "
         f"The darkest cell is an expert that gets {percent(most)} of a domain's tokens."
     )
 
@@ -122,14 +121,14 @@ def draw_domain_shares(data: Data) -> Figure:
 
 
 def say_domain_shares(data: Data) -> str:
-    parts = []
-    for entry in data["methods"]:
-        most = np.concatenate(list(array(entry["shares"]).max(1)))  # of each expert in each layer
-        parts.append(f"{(most > 0.5).sum()} of {counted(len(most), 'expert')} of {entry['method']}")
+    def clause(entry: Data) -> str:
+        most = array(entry["shares"]).max(1)  # of each expert in each layer
+        return f"{(most > 0.5).sum()} of {counted(most.size, 'expert')}"
+
     evenly = percent(1 / len(data["domains"]))
     return (
         f"With equally many tokens of every domain, an expert that ignores domains has {evenly} of each. One domain "
-        f"has more than half of the tokens of {listed(parts)}."
+        f"has more than half of the tokens of {each(data, clause)}."
     )
 
 
@@ -142,24 +141,16 @@ def specialisation_summary(material: Material) -> Data:
 
 def draw_specialisation_summary(data: Data) -> Figure:
     """Draw the information of the expert about the domain in bits, over layers."""
-    title = "mutual information of expert and domain (bits)"
-    return by_layer(data, "bits", title, NARROW, 0, lambda axes: axes.set_ylim(bottom=0))
-
-
-class Placed(NamedTuple):
-    """A token, or its part on one line: its place and its visible text."""
-
-    line: int
-    column: int
-    text: str
-    token: int
+    figure, axes = by_layer(data, "bits", "mutual information of expert and domain (bits)", NARROW)
+    axes.set_ylim(bottom=0)
+    return figure
 
 
 def say_specialisation_summary(data: Data) -> str:
-    ends = [(max(array(entry["bits"])), entry) for entry in data["methods"]]
-    most, entry = max(ends, key=lambda end: end[0])
-    layer = entry["layers"][int(array(entry["bits"]).argmax())]
-    return f"Experts are most specialised in layer {layer} of {entry['method']}, at {most:.3f} bits."
+    entry = max(data["methods"], key=lambda entry: array(entry["bits"]).max())
+    bits = array(entry["bits"])
+    layer = entry["layers"][bits.argmax()]
+    return f"Experts are most specialised in layer {layer} of {entry['method']}, at {bits.max():.3f} bits."
 
 
 def passage_intensity(material: Material) -> Data:
@@ -170,32 +161,46 @@ def passage_intensity(material: Material) -> Data:
 def draw_passage_intensity(data: Data) -> Figure:
     """Draw passages as text; the colour behind each token shows its fanout."""
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
+    from matplotlib.patches import Patch, Rectangle
 
-    advance = 0.602 * TEXT / 72  # inches: DejaVu Sans Mono is 0.602 em wide
-    columns = int((WIDE - 2 * RIGHT - 0.3) / advance)
+    advance = 0.602 * SMALL / 72  # inches: DejaVu Sans Mono is 0.602 em wide
+    columns = int((WIDE - 2 * EDGE - 0.3) / advance)
     texts = [list(lay_out(passage["tokens"], columns)) for passage in data["passages"]]
     most = max(array(passage["values"]).max() for passage in data["passages"])
     (colour,) = (stroke["color"] for stroke in strokes([data]))
-    heights = [TOP + ROW * (placed[-1].line + 1) + 0.15 for placed in texts]
-    figure = Figure((WIDE, sum(heights) + 0.3))
+    height = 0.6 + sum(ROW * (placed[-1].line + 4) for placed in texts)
+    figure = Figure((WIDE, height))
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, WIDE), ylim=(sum(heights) + 0.3, 0))
+    axes.set(xlim=(0, WIDE), ylim=(height, 0))
     axes.axis("off")
-    _intensity_key(axes, most, colour)
-    top = 0.3
-    for passage, placed, height in zip(data["passages"], texts, heights, strict=True):
-        axes.text(RIGHT, top + 0.12, f"{passage['name']}, {data['method']}", color=MUTED, va="center")
+
+    def shade(value: float) -> dict[str, Any]:
+        return {"color": colour, "alpha": 0.8 * value / max(most, 1), "linewidth": 0}
+
+    steps = sorted({round(share * most) for share in (0, 0.25, 0.5, 0.75, 1)})
+    title = "routed experts, all layers together"
+    figure.legend([Patch(**shade(step)) for step in steps], steps, title=title, ncols=len(steps), loc="upper left")
+    top = 0.6
+    for passage, placed in zip(data["passages"], texts, strict=True):
+        axes.text(EDGE, top + 0.5 * ROW, f"{passage['name']}, {data['method']}", color=MUTED, va="center")
         for token in placed:
-            value = passage["values"][token.token]
-            x, y = RIGHT + token.column * advance, top + TOP + token.line * ROW
+            x, y = EDGE + token.column * advance, top + (1.5 + token.line) * ROW
             box = (x, y), cells(token.text) * advance, 0.92 * ROW
-            axes.add_patch(Rectangle(*box, color=colour, alpha=0.8 * value / max(most, 1), linewidth=0))
+            axes.add_patch(Rectangle(*box, **shade(passage["values"][token.token])))
             if text := token.text.strip():  # each token in its place, since fonts differ in their advance
                 at = x + (cells(token.text) - cells(token.text.lstrip())) * advance
-                axes.text(at, y + 0.7 * ROW, text, fontsize=TEXT, family=MONO, color=INK)
-        top += height
+                axes.text(at, y + 0.7 * ROW, text, fontsize=SMALL, family=MONO, color=INK)
+        top += ROW * (placed[-1].line + 4)
     return figure
+
+
+class Placed(NamedTuple):
+    """A token, or its part on one line: its place and its visible text."""
+
+    line: int
+    column: int
+    text: str
+    token: int
 
 
 def lay_out(tokens: Sequence[str], columns: int) -> Iterator[Placed]:
@@ -236,16 +241,16 @@ def passage_fanout(material: Material) -> Data:
 
 def draw_passage_fanout(data: Data) -> Figure:
     """Draw passages with cells above the tokens that show fanout by layer."""
-    most = max(array(passage["values"]).max() for passage in data["passages"])
+    most = max(1, *(array(passage["values"]).max() for passage in data["passages"]))
 
     def draw(axes: Axes, values: np.ndarray) -> None:
-        heat(axes, values / max(most, 1))
+        heat(axes, values, 0, most)
         for layer, token in zip(*np.nonzero(values), strict=True):
             number = f"{values[layer, token]:.0f}"
             axes.text(token, layer, number, ha="center", va="center_baseline", fontsize=SMALL, color=INK)
         axes.set_yticks(range(len(data["layers"])), data["layers"], fontsize=SMALL)
 
-    return _blocks(data, WIDE, ROW * len(data["layers"]), draw, "layer")
+    return _blocks(data, ROW * len(data["layers"]), draw, "layer")
 
 
 def say_passage_fanout(data: Data) -> str:
@@ -267,56 +272,32 @@ def passage_routing(material: Material) -> Data:
 
 def draw_passage_routing(data: Data) -> Figure:
     """Draw passages with cells above the tokens, filled if the token went to the expert."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-
     experts, layers = data["experts"], data["layers"]
     rows = experts * len(layers)
 
     def draw(axes: Axes, values: np.ndarray) -> None:
-        routed = values.transpose(0, 2, 1).reshape(rows, -1)
-        corners = [
-            [(x - 0.5, y - 0.5), (x + 0.5, y - 0.5), (x + 0.5, y + 0.5), (x - 0.5, y + 0.5), (x - 0.5, y - 0.5)]
-            for y, x in zip(*np.nonzero(routed), strict=True)
-        ]
-        if corners:
-            squares = Path.make_compound_path(*(Path(corner, closed=True) for corner in corners))
-            axes.add_patch(PathPatch(squares, color=INK, linewidth=0))
-        axes.set(xlim=(-0.5, routed.shape[1] - 0.5), ylim=(rows - 0.5, -0.5))
-        axes.hlines(np.arange(1, len(layers)) * experts - 0.5, -0.5, routed.shape[1] - 0.5, color=MUTED, linewidth=0.5)
+        heat(axes, values.transpose(0, 2, 1).reshape(rows, -1))
+        axes.hlines(np.arange(1, len(layers)) * experts - 0.5, -0.5, values.shape[1] - 0.5, color=MUTED, linewidth=0.5)
         axes.set_yticks((np.arange(len(layers)) + 0.5) * experts - 0.5, layers, fontsize=SMALL)
 
     height = max(min(0.05, 3.5 / rows) * rows, 0.15 * len(layers))
-    return _blocks(data, WIDE, height, draw, "experts of layer" if height > 1 else "layer")
+    return _blocks(data, height, draw, "experts of layer" if height > 1 else "layer")
 
 
-def _blocks(data: Data, width: float, height: float, draw: Callable[[Axes, np.ndarray], None], label: str) -> Figure:
-    """Draw passages in blocks as wide as the figure, with tokens below. height: of a block's cells, in inches."""
-    from matplotlib.figure import Figure
-
-    columns = int((width - LEFT - RIGHT) / CELL)
+def _blocks(data: Data, height: float, draw: Callable[[Axes, np.ndarray], None], label: str) -> Figure:
+    """Draw passages in rows of cells with their tokens below. height: of a row's cells, about, in inches."""
+    columns = int((WIDE - 0.6) / CELL)
     blocks = [(passage, start) for passage in data["passages"] for start in range(0, len(passage["tokens"]), columns)]
-    letters = max(len(_short(token)) for passage in data["passages"] for token in passage["tokens"])
-    room = height + letters * 0.072 + 0.2
-    total = sum(room + (TOP if start == 0 else 0) for _, start in blocks)
-    figure = Figure((width, total))
-    top = 0.0
-    for passage, start in blocks:
-        if start == 0:
-            figure.text(LEFT / width, 1 - (top + 0.15) / total, f"{passage['name']}, {data['method']}", color=MUTED)
-            top += TOP
-        tokens = passage["tokens"][start : start + columns]
-        values = array(passage["values"])[:, start : start + columns]
-        place = LEFT / width, 1 - (top + height) / total, CELL * len(tokens) / width, height / total
-        axes = figure.add_axes(place)
-        draw(axes, values)
-        axes.grid(False)
-        axes.spines[:].set_visible(True)
-        names = [_short(token) for token in tokens]
-        axes.set_xticks(range(len(tokens)), names, rotation=90, fontsize=SMALL, family=MONO)
+    titles = [f"{passage['name']}, {data['method']}" if start == 0 else "" for passage, start in blocks]
+    names = [[_short(token) for token in passage["tokens"][start : start + columns]] for passage, start in blocks]
+    room = height + 0.072 * max(len(name) for block in names for name in block)
+    figure, every = panels(WIDE, titles, room, "", label, columns=1, share=False)
+    for axes, (passage, start), tokens in zip(every, blocks, names, strict=True):
+        draw(axes, array(passage["values"])[:, start : start + columns])
+        axes.spines[:].set_visible(False)
+        axes.set_xlim(-0.5, columns - 0.5)
+        axes.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=SMALL, family=MONO)
         axes.tick_params(length=0, pad=2)
-        axes.set_ylabel(label, fontsize=SMALL)
-        top += room
     return figure
 
 
@@ -333,18 +314,6 @@ def _visible(text: str) -> str:
 def cells(text: str) -> int:
     """Return the columns that a text takes in a font of one width: two for a wide character, none for a mark."""
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
-
-
-def _intensity_key(axes: Axes, most: float, colour: str) -> None:
-    from matplotlib.patches import Rectangle
-
-    steps = sorted({round(share * most) for share in (0, 0.25, 0.5, 0.75, 1)})
-    axes.text(RIGHT, 0.15, "routed experts, all layers together:", color=MUTED, va="center", fontsize=SMALL)
-    for place, value in enumerate(steps):
-        x = RIGHT + 2.05 + 0.34 * place
-        box = (x, 0.15 - ROW / 2), 0.32, ROW
-        axes.add_patch(Rectangle(*box, color=colour, alpha=0.8 * value / max(most, 1), linewidth=0))
-        axes.text(x + 0.16, 0.15, str(value), color=INK, ha="center", va="center", fontsize=SMALL)
 
 
 def say_passage_routing(data: Data) -> str:
@@ -373,17 +342,17 @@ def _passages(
     return {**subject.tag, "layers": subject.layers, "experts": experts, "passages": passages}
 
 
+SECTION = "Specialisation"
 FIGURES = [
-    Study("specialisation", "Specialisation", "Expert specialisation",
-          specialisation, draw_specialisation, say_specialisation),
-    Study("specialisation_summary", "Specialisation", "Information of experts about the domain",
+    Study("specialisation", SECTION, "Expert specialisation", specialisation, draw_specialisation, say_specialisation),
+    Study("specialisation_summary", SECTION, "Information of experts about the domain",
           specialisation_summary, draw_specialisation_summary, say_specialisation_summary),
-    Study("domain_shares", "Specialisation", "Tokens of each expert by domain",
+    Study("domain_shares", SECTION, "Tokens of each expert by domain",
           domain_shares, draw_domain_shares, say_domain_shares),
-    Study("passage_intensity", "Specialisation", "Computation over the text",
+    Study("passage_intensity", SECTION, "Computation over the text",
           passage_intensity, draw_passage_intensity, say_passage_intensity),
-    Study("passage_fanout", "Specialisation", "Fanout of every token, by layer",
+    Study("passage_fanout", SECTION, "Fanout of every token, by layer",
           passage_fanout, draw_passage_fanout, say_passage_fanout),
-    Study("passage_routing", "Specialisation", "Experts of every token, by layer",
+    Study("passage_routing", SECTION, "Experts of every token, by layer",
           passage_routing, draw_passage_routing, say_passage_routing),
 ]  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..material import Material
-from ..plain import Data
+from ..methods import Subject
+from ..plain import Data, NotShownError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,3 +22,17 @@ class Study(NamedTuple):
     compute: Callable[[Material], Data]
     draw: Callable[..., Figure]
     say: Callable[[Data], str]
+
+
+def over_methods(subjects: Iterable[Subject], compute: Callable[[Subject], Data]) -> dict[str, Any]:
+    """Compute the data of each method. A NotShownError leaves out its method, and the figure if no other remains."""
+    methods: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for subject in subjects:
+        try:
+            methods.append({**subject.tag, **compute(subject)})
+        except NotShownError as reason:
+            left_out[subject.method] = str(reason)
+    if not methods:
+        raise NotShownError(next(iter(left_out.values())))
+    return {"methods": methods, "left_out": left_out}

@@ -1,6 +1,6 @@
 """The style of all figures: widths in inches, colours, lines, matplotlib's settings.
 
-Every colour comes from `THEME`, which has a counterpart for dark pages.
+Figures are drawn for a light page; on a dark one the style sheet inverts their lightness and keeps their hues.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -20,61 +21,30 @@ WIDE, NARROW = 9.0, 4.4
 SMALL = 8.0
 """The smallest font size, in points; at least 9 pixels high wherever a page shows the figure."""
 
-# Name -> (on a light page, on a dark page). Figures are drawn in the light ones.
+# Colours of pages and of the text and lines of figures: on a light page and on a dark one.
 THEME = {
     "ink": ("#1c2127", "#e6e9ec"),
     "muted": ("#66707b", "#9aa4ae"),
     "grid": ("#e3e7eb", "#2c3238"),
     "accent": ("#0b62b5", "#6cb2f5"),
-    # Methods: Okabe and Ito's hues, which the colour-blind can tell apart, dark enough for a white page.
-    "method-1": ("#2a2f36", "#d5dade"),
-    "method-2": ("#c9720a", "#f0a030"),
-    "method-3": ("#3b96cc", "#73c2f2"),
-    "method-4": ("#00795a", "#2cc59a"),
-    "method-5": ("#b0568a", "#e091bf"),
-    "method-6": ("#8a8200", "#dccf3a"),
-    "method-7": ("#c33a00", "#ff7a3d"),
-    "method-8": ("#1f4fd0", "#8aa8ff"),
-    "method-9": ("#7a4fc0", "#b79bf5"),
-    "method-10": ("#8a5a2b", "#d3a275"),
-    "method-11": ("#0f8a93", "#55cbd4"),
-    "method-12": ("#5d7388", "#a3b7c9"),
-    # Layers, first to last: the part of viridis that is legible on such a page.
-    "layer-1": ("#482475", "#287d8e"),
-    "layer-2": ("#453581", "#24878e"),
-    "layer-3": ("#404588", "#20928c"),
-    "layer-4": ("#3a548c", "#1e9d89"),
-    "layer-5": ("#33628d", "#22a785"),
-    "layer-6": ("#2d708e", "#2cb17e"),
-    "layer-7": ("#287c8e", "#3bbb75"),
-    "layer-8": ("#23898e", "#50c46a"),
-    "layer-9": ("#1f958b", "#67cc5c"),
-    "layer-10": ("#1fa287", "#84d44b"),
-    "layer-11": ("#28ae80", "#a0da39"),
-    "layer-12": ("#3bbb75", "#bddf26"),
-    # Experts, first to last: once around the hues, neighbours alternately lighter and darker.
-    "expert-1": ("#2a5cda", "#81a9fd"),
-    "expert-2": ("#0e81c3", "#7bc6ff"),
-    "expert-3": ("#01758f", "#04bde6"),
-    "expert-4": ("#138b90", "#0cd7df"),
-    "expert-5": ("#047a68", "#0ec6aa"),
-    "expert-6": ("#039256", "#1ae088"),
-    "expert-7": ("#407a01", "#70c426"),
-    "expert-8": ("#7c8100", "#c0c813"),
-    "expert-9": ("#7f6604", "#cea608"),
-    "expert-10": ("#a96b03", "#ffa930"),
-    "expert-11": ("#a74a04", "#fe843d"),
-    "expert-12": ("#d73433", "#fda298"),
-    "expert-13": ("#bd135a", "#fe799d"),
-    "expert-14": ("#c43998", "#fe96d6"),
-    "expert-15": ("#9a31ac", "#e379f5"),
-    "expert-16": ("#8f54dc", "#c9adfd"),
 }
-INK, MUTED, GRID, ACCENT = (THEME[name][0] for name in ("ink", "muted", "grid", "accent"))
-METHODS, LAYERS, EXPERTS = (
-    [light for name, (light, _) in THEME.items() if name.startswith(kind)] for kind in ("method-", "layer-", "expert-")
-)
+INK, MUTED, GRID, ACCENT = (light for light, _ in THEME.values())
 
+# Okabe and Ito's hues, which the colour-blind can tell apart, dark enough for a white page.
+METHODS = [
+    "#2a2f36",
+    "#c9720a",
+    "#3b96cc",
+    "#00795a",
+    "#b0568a",
+    "#8a8200",
+    "#c33a00",
+    "#1f4fd0",
+    "#7a4fc0",
+    "#8a5a2b",
+    "#0f8a93",
+    "#5d7388",
+]
 # The fixed colours of the paper's methods; other methods take the remaining ones of METHODS.
 KINDS = {name: METHODS[method.colour] for name, method in OF_PAPER.items() if method.colour is not None}
 ONE_LAYER: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (3, 1.5)), "alpha": 0.75}  # of many
@@ -140,30 +110,26 @@ def style() -> Iterator[None]:
 
 
 def layer_colours(count: int) -> list[str]:
-    """Return a colour for each layer, first to last; neighbours share one if there are too few."""
-    return _evenly(LAYERS, count)
+    """Return a colour for each layer, first to last: the part of viridis that is legible on white."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(tuple(colour)) for colour in colormaps["viridis"](np.linspace(0.1, 0.68, count))]
 
 
 def expert_colours(count: int) -> list[str]:
-    """Return a colour for each expert, first to last; neighbours share one if there are too few."""
-    return _evenly(EXPERTS, count)
+    """Return a colour for each expert, first to last: once around the hues, every other one lighter."""
+    from matplotlib.colors import hsv_to_rgb, to_hex
 
-
-def _evenly(colours: Sequence[str], count: int) -> list[str]:
-    return [colours[round(place)] for place in np.linspace(0, len(colours) - 1, count)]
-
-
-def method_colours(kinds: Sequence[str]) -> dict[str, str]:
-    """Return kind -> colour."""
-    others = [kind for kind in dict.fromkeys(kinds) if kind not in KINDS]
-    left = [colour for colour in METHODS if colour not in KINDS.values()]
-    return KINDS | {kind: left[place % len(left)] for place, kind in enumerate(others)}
+    hues, values = np.linspace(0.6, 1.6, count, endpoint=False) % 1, np.where(np.arange(count) % 2, 0.72, 0.55)
+    return [to_hex(tuple(hsv_to_rgb((hue, 0.85, value)))) for hue, value in zip(hues, values, strict=True)]
 
 
 def strokes(methods: Sequence[Data]) -> list[dict[str, Any]]:
     """Return the colour, the dashes and the label of each method; methods of one kind share the colour."""
     kinds = [entry["kind"] for entry in methods]
-    colours = method_colours(kinds)
+    others = dict.fromkeys(kind for kind in kinds if kind not in KINDS)
+    colours = KINDS | dict(zip(others, cycle(c for c in METHODS if c not in KINDS.values()), strict=False))
     return [
         {
             "color": colours[entry["kind"]],

@@ -1,15 +1,12 @@
-"""The figures of one run's report: each drawing beside its sentence, then the list of those that a run has.
-
-`train` and `validation` are the lines of metrics.jsonl of that split.
-"""
+"""The figures of one run's report: each drawing beside its sentence, then the tables `LEARNING` and `ROUTING`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,21 +15,20 @@ from ..records import Points, Record, expert_series, finite, layer_series, mean_
 from ..run import Run
 from ..sentences import listed, of_deviation, percent, short
 from .axes import (
-    HEAT,
     LONGEST,
+    colour_scale,
+    deviations,
     expert_key,
     expert_lines,
     fanout_bars,
-    image,
-    label_ends,
     layer_lines,
     line,
     log_ticks,
     mark_warmup,
     marker,
+    name_lines,
     panels,
     ratio_axis,
-    scale_axes,
     single,
     smooth,
     step_axis,
@@ -45,9 +41,8 @@ from .style import ACCENT, INK, METHODS, MUTED, NARROW, WIDE, layer_colours
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-# Colours of heatmaps, whose opacity is the value.
-ABOVE, BELOW, MISSING = HEAT, (0.87, 0.43, 0.08), (0.5, 0.5, 0.5)
 LATE = 0.75
 """Sentences summarise the steps after this share of the run, the last quarter."""
 TITLES = {
@@ -59,52 +54,51 @@ TITLES = {
 """Titles of panels, and units, by the name of the number in metrics.jsonl."""
 
 
-def draw_loss(train: Sequence[Record], validation: Sequence[Record]) -> Figure:
-    """Draw cross-entropy (nats per token) over steps: training, raw and smoothed, and validation."""
-    measured = series(validation, "loss")
+def draw_loss(run: Run) -> Figure:
+    """Draw cross-entropy over steps: training, raw and smoothed, and validation."""
     figure, axes = single(WIDE, 2, "cross-entropy (nats per token)")
-    smoothed = _draw_smoothed(axes, series(train, "cross_entropy"), "training")
-    line(axes, measured, INK, marker="o", linestyle="none", markersize=4, label="validation")
-    label_ends(axes, {"training {:.3f}": (smoothed, ACCENT), "validation {:.3f}": (measured, INK)})
+    trained = _draw_smoothed(axes, series(run.train, "cross_entropy"), "training")
+    dots = {"marker": "o", "linestyle": "none", "markersize": 4}
+    measured = line(axes, series(run.validation, "loss"), INK, label="validation", **dots)
+    name_lines(axes, [trained, measured], "{:.3f}")
     return figure
 
 
-def _draw_smoothed(axes: Axes, raw: Points, name: str) -> Points:
+def _draw_smoothed(axes: Axes, raw: Points, name: str) -> Line2D:
     """Draw a line over steps, raw in grey and smoothed; return the latter."""
-    smoothed = smooth(raw)
     line(axes, raw, MUTED, alpha=0.45, linewidth=0.8, label=name)
-    line(axes, smoothed, ACCENT, label=f"{name}, running mean")
     step_axis(axes)
-    return smoothed
+    return line(axes, smooth(raw), ACCENT, label=f"{name}, running mean")
 
 
-def say_loss(train: Sequence[Record], validation: Sequence[Record]) -> str:
-    made, measured = finite(series(train, "cross_entropy")), finite(series(validation, "loss"))
+def say_loss(run: Run) -> str:
+    made, measured = finite(series(run.train, "cross_entropy")), finite(series(run.validation, "loss"))
     parts = []
     if made:
         (first, start), (last, end) = made[0], made[-1]
         parts.append(f"training went from {start:.3f} at step {first:,} to {end:.3f} at step {last:,}")
     if measured:
         step, value = measured[-1]
-        before, than = mean_loss(train, LATE, int(step)), ""
+        before, than = mean_loss(run.train, LATE, int(step)), ""
         if before is not None:
             side = "above" if value >= before else "below"
             than = f", {abs(value - before):.3f} {side} the mean of training over the quarter of the steps before"
         parts.append(f"validation ended at {value:.3f}{than}{_best(measured)}")
-    return _sentence(parts)
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."
 
 
-def draw_bits_per_byte(points: Points) -> Figure:
-    """Draw bits per byte of the validation text over tokens. points: (tokens, bits per byte)."""
+def draw_bits_per_byte(run: Run) -> Figure:
+    """Draw bits per byte of the validation text over tokens."""
     figure, axes = single(NARROW, title="validation, bits per byte")
-    line(axes, points, ACCENT, marker="o", label="bits per byte")
+    drawn = line(axes, run.bits_per_byte, ACCENT, marker="o", label="bits per byte")
     tokens_axis(axes)
-    label_ends(axes, {"{:.3f}": (points, ACCENT)})
+    name_lines(axes, [drawn], "{:.3f}")
     return figure
 
 
-def say_bits_per_byte(points: Points) -> str:
-    numbers = finite(points)
+def say_bits_per_byte(run: Run) -> str:
+    numbers = finite(run.bits_per_byte)
     (first, start), (last, end) = numbers[0], numbers[-1]
     if len(numbers) == 1:
         return f"Validation gave {end:.3f} bits per byte after {short(last)} tokens."
@@ -112,77 +106,144 @@ def say_bits_per_byte(points: Points) -> str:
     return f"{went}{_best(numbers, 'tokens')}."
 
 
-def draw_usage(train: Sequence[Record], target: float) -> Figure:
-    """Draw the usage of every expert over steps, as a multiple of the target."""
-    shares = expert_series(train, "usage")
-    figure, every = panels(WIDE, [f"layer {layer}, expert" for layer in shares], 1.5, least=1.4)
-    for axes, (steps, values) in zip(every, shares.values(), strict=True):
-        first, last = steps[0], steps[-1]
-        columns = np.linspace(first, last, min(len(steps), LONGEST))
-        nearest = np.abs(steps[None, :] - columns[:, None]).argmin(1)
-        half = max((last - first) / max(len(columns) - 1, 1), 1) / 2
-        extent = (first - half, last + half, values.shape[1] - 0.5, -0.5)
-        image(axes, deviation_colours(values[nearest].T / target), extent)
-        whole_ticks(axes.yaxis, 5)
-        step_axis(axes)
-    scale = scale_axes(every)
-    image(scale, deviation_colours(2 ** np.linspace(1, -1, 33)[:, None]), (0, 1, -1, 1))
-    scale.set_yticks([-1, 0, 1], ["½ target", "target", "2 × target"])
+def draw_smoothed(key: str, title: str, number: str, run: Run) -> Figure:
+    """Draw a number from 0 over steps, raw and smoothed. number: the format of the last one."""
+    from matplotlib.ticker import StrMethodFormatter
+
+    figure, axes = single(NARROW, title=title)
+    drawn = _draw_smoothed(axes, series(run.train, key), title)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    name_lines(axes, [drawn], number)
     return figure
 
 
-def say_usage(train: Sequence[Record], target: float) -> str:
-    shares = {
-        (layer, expert): share
-        for layer, values in _late_means(train, "usage").items()
-        for expert, share in enumerate(values)
-        if math.isfinite(share)
-    }
-    least, most = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
-    if percent(shares[least]) == percent(shares[most]):
-        return (
-            f"Over the last quarter of the steps every expert got {percent(shares[least])} of the tokens; the target "
-            f"is {percent(target)}."
-        )
-    near = sum(target / 2 <= share <= 2 * target for share in shares.values())
+def say_speed(run: Run) -> str:
+    rates = [y for _, y in finite(series(run.train, "tokens_per_second"))]
+    return f"The median is {median(rates):,.0f} tokens per second; the range is {min(rates):,.0f} to {max(rates):,.0f}."
+
+
+def say_grad_norm(run: Run) -> str:
+    norms = finite(series(run.train, "grad_norm"))
+    step, most = max(norms, key=lambda point: point[1])
     return (
-        f"Over the last quarter of the steps an expert got on average {percent(shares[least])} (expert {least[1]} of "
-        f"layer {least[0]}) to {percent(shares[most])} (expert {most[1]} of layer {most[0]}) of the tokens; the "
-        f"target is {percent(target)}. {_of_all(near, len(shares), 'expert')} got between half and twice the target."
+        f"The norm over all parameters, before clipping, has a median of {median(y for _, y in norms):.3g} and was "
+        f"{most:.3g} at most, at step {step:,}."
     )
 
 
-def draw_load_spread(train: Sequence[Record], validation: Sequence[Record], warmup_steps: int = 0) -> Figure:
-    """Draw largest load / mean load per layer over steps: lines in training, dots in validation."""
-    figure, axes = single(WIDE, title="largest load / mean load; dots: validation")
-    dots = layer_series(validation, "load_spread")
-    for (layer, points), colour in zip(dots.items(), layer_colours(len(dots)), strict=True):
-        line(axes, points, colour, marker="o", linestyle="none", markersize=4, label=f"layer {layer}, validation")
-    lines = layer_series(train, "load_spread")
-    every = [y for points in (*dots.values(), *lines.values()) for _, y in points if np.isfinite(y)]
-    layer_lines(axes, lines, scale=lambda axis: ratio_axis(axis, max(every, default=1)))
+def learning_rates(run: Run) -> dict[str, Points]:
+    """Return the learning rates by group of parameters; groups with the same rates share a line."""
+    lines: dict[tuple[tuple[float, float], ...], list[str]] = {}
+    for group in run.train[-1]["learning_rate"] if run.train else ():
+        rates = [(r["step"], r["learning_rate"][group]) for r in run.train if r.get("learning_rate", {}).get(group)]
+        lines.setdefault(tuple(rates), []).append(group)
+    return {", ".join(names): points for points, names in lines.items() if points}
+
+
+def draw_learning_rates(run: Run) -> Figure:
+    """Draw the learning rate of each group of parameters over steps, logarithmic."""
+    figure, axes = single(NARROW, title="learning rate")
+    rates = zip(learning_rates(run).items(), METHODS, strict=False)
+    drawn = [line(axes, points, colour, label=group) for (group, points), colour in rates]
+    axes.set_yscale("log")
+    log_ticks(axes.yaxis)
     step_axis(axes)
-    mark_warmup(axes, warmup_steps)
+    name_lines(axes, drawn)
     return figure
 
 
-def say_load_spread(train: Sequence[Record], validation: Sequence[Record]) -> str:
+def say_learning_rates(run: Run) -> str:
+    rates = learning_rates(run).items()
+    parts = [f"{max(y for _, y in points):.3g} to {points[-1][1]:.3g} ({group})" for group, points in rates]
+    return f"From the highest to the last: {listed(parts)}."
+
+
+def draw_usage(run: Run) -> Figure:
+    """Draw the usage of every expert over steps, as a multiple of the target."""
+    shares = expert_series(run.train, "usage")
+    figure, every = panels(WIDE, [f"layer {layer}, expert" for layer in shares], 1.5, least=1.4)
+    for axes, (steps, values) in zip(every, shares.values(), strict=True):
+        columns = np.linspace(steps[0], steps[-1], min(len(steps), LONGEST))
+        nearest = np.abs(steps[None, :] - columns[:, None]).argmin(1)
+        half = max((steps[-1] - steps[0]) / max(len(columns) - 1, 1), 1) / 2
+        extent = (steps[0] - half, steps[-1] + half, values.shape[1] - 0.5, -0.5)
+        drawn = deviations(axes, values[nearest].T / run.target, extent=extent)
+        whole_ticks(axes.yaxis)
+        step_axis(axes)
+    colour_scale(every, drawn, {-1: "½ target", 0: "target", 1: "2 × target"})
+    return figure
+
+
+def say_usage(run: Run) -> str:
+    shares = {
+        (layer, expert): fmean(late)
+        for layer, (steps, values) in expert_series(run.train, "usage").items()
+        for expert, column in enumerate(values.T)
+        if (late := _late(list(zip(steps.tolist(), column.tolist(), strict=True))))
+    }
+    least, most = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    low, high, target = percent(shares[least]), percent(shares[most]), percent(run.target)
+    if low == high:
+        return f"Over the last quarter of the steps every expert got {low} of the tokens; the target is {target}."
+    near = sum(run.target / 2 <= share <= 2 * run.target for share in shares.values())
+    some = f"All {near} experts" if near == len(shares) else f"{near} of {len(shares)} experts"
+    return (
+        f"Over the last quarter of the steps an expert got on average {low} (expert {least[1]} of layer {least[0]}) to "
+        f"{high} (expert {most[1]} of layer {most[0]}) of the tokens; the target is {target}. {some} got between half "
+        "and twice the target."
+    )
+
+
+def draw_load_spread(run: Run) -> Figure:
+    """Draw largest load / mean load per layer over steps: lines in training, dots in validation."""
+    figure, axes = single(WIDE, title="largest load / mean load; dots: validation")
+    dots, lines = (layer_series(records, "load_spread") for records in (run.validation, run.train))
+    for (layer, points), colour in zip(dots.items(), layer_colours(len(dots)), strict=True):
+        line(axes, points, colour, marker="o", linestyle="none", markersize=4, label=f"layer {layer}, validation")
+    layer_lines(axes, lines)
+    ratio_axis(axes, max((y for points in (*dots.values(), *lines.values()) for _, y in finite(points)), default=1))
+    step_axis(axes)
+    mark_warmup(axes, run.warmup_steps)
+    return figure
+
+
+def say_load_spread(run: Run) -> str:
     """Describe the spread: in training the mean over steps, in validation over all its tokens."""
     parts = []
-    for what, records in (("a step of training", train), ("a validation", validation)):
+    for what, records in (("a step of training", run.train), ("a validation", run.validation)):
         late = {layer: _late(points) for layer, points in layer_series(records, "load_spread").items()}
         means = {layer: fmean(values) for layer, values in late.items() if values}
         if means:
             worst = max(means, key=means.__getitem__)
             parts.append(f"{means[worst]:.2f} times the mean load in {what} (layer {worst})")
-    had = " and ".join(parts)
-    text = f"Over the last quarter of the steps the busiest expert of the worst layer had on average {had}."
-    return f"{text}{_each_point(train)}"
+    text = "Over the last quarter of the steps the busiest expert of the worst layer had on average"
+    return f"{text} {' and '.join(parts)}.{_each_point(run.train)}"
 
 
-def draw_cutoffs(train: Sequence[Record], warmup_steps: int = 0) -> Figure:
+def draw_fanout(run: Run) -> Figure:
+    """Draw the share of tokens by fanout in the last validation, per layer."""
+    shares = {layer: np.array(tokens) / max(sum(tokens), 1) for layer, tokens in run.fanout_counts.items()}
+    titles = [f"layer {layer}, % of tokens" for layer in shares]
+    figure, every = panels(WIDE, titles, 1.2, "routed experts of a token")
+    texts = [f"mean {np.arange(len(share)) @ share:.2f}" for share in shares.values()]
+    fanout_bars(every, list(shares.values()), texts, layer_colours(len(shares)))
+    return figure
+
+
+def say_fanout(run: Run) -> str:
+    total = np.sum([np.array(tokens, dtype=float) for tokens in run.fanout_counts.values()], axis=0)
+    share = total / max(total.sum(), 1)
+    return (
+        f"A token went to {np.arange(len(share)) @ share:.2f} routed experts per layer on average; the target is "
+        f"{run.rule['experts_per_token']:g}. {percent(share[0])} of the tokens went to none, and no token went to more "
+        f"than {int(np.flatnonzero(total).max(initial=0))}."
+    )
+
+
+def draw_cutoffs(run: Run) -> Figure:
     """Draw each expert's cutoff (the running mean), coloured, over its batch cutoffs, grey, per layer."""
-    means, batches = expert_series(train, "cutoff"), expert_series(train, "batch_cutoff")
+    means, batches = expert_series(run.train, "cutoff"), expert_series(run.train, "batch_cutoff")
     figure, every = panels(WIDE, [f"layer {layer}, score" for layer in means], 1.7, least=1.4)
     lines = sum(values.shape[1] for _, values in (*means.values(), *batches.values()))
     for axes, layer in zip(every, means, strict=True):
@@ -191,17 +252,17 @@ def draw_cutoffs(train: Sequence[Record], warmup_steps: int = 0) -> Figure:
             axes.plot(steps, values, color=MUTED, alpha=0.35, linewidth=0.7, **marker(len(steps)))
         expert_lines(axes, *thin(*means[layer], lines))
         step_axis(axes)
-        mark_warmup(axes, warmup_steps, labelled=axes is every[0])
+        mark_warmup(axes, run.warmup_steps, labelled=axes is every[0])
     expert_key(every, max(values.shape[1] for _, values in means.values()))
     return figure
 
 
-def say_cutoffs(train: Sequence[Record]) -> str:
-    ends = [values[np.isfinite(values).any(1)][-1] for _, values in expert_series(train, "cutoff").values()]
+def say_cutoffs(run: Run) -> str:
+    ends = [values[np.isfinite(values).any(1)][-1] for _, values in expert_series(run.train, "cutoff").values()]
     low, high = float(np.nanmin(ends)), float(np.nanmax(ends))
     text = f"The cutoffs end between {low:.2f} and {high:.2f}.".replace("-", "−")
     distances, spreads = (
-        [y for points in layer_series(train, key).values() for y in _late(points)]
+        [y for points in layer_series(run.train, key).values() for y in _late(points)]
         for key in ("cutoff_distance", "score_std")
     )
     if not distances or not spreads:  # not recorded
@@ -209,50 +270,31 @@ def say_cutoffs(train: Sequence[Record]) -> str:
     return (
         f"{text} Over the last quarter of the steps the cutoff of a batch (grey) lay on average "
         f"{fmean(distances):.3f} from the cutoff that its scores were compared with (one colour per expert)"
-        f"{of_deviation(fmean(distances), fmean(spreads))}.{_each_point(train)}"
+        f"{of_deviation(fmean(distances), fmean(spreads))}.{_each_point(run.train)}"
     )
 
 
-def draw_fanout(counts: Mapping[int, Sequence[int]]) -> Figure:
-    """Draw the share of tokens by fanout, per layer. counts: layer -> tokens by fanout."""
-    shares = {layer: np.array(tokens) / max(sum(tokens), 1) for layer, tokens in counts.items()}
-    titles = [f"layer {layer}, % of tokens" for layer in shares]
-    figure, every = panels(WIDE, titles, 1.2, "routed experts of a token")
-    texts = [f"mean {np.arange(len(share)) @ share:.2f}" for share in shares.values()]
-    fanout_bars(every, list(shares.values()), texts, layer_colours(len(shares)))
-    return figure
-
-
-def say_fanout(counts: Mapping[int, Sequence[int]], target: float) -> str:
-    total = np.sum([np.array(tokens, dtype=float) for tokens in counts.values()], axis=0)
-    share = total / max(total.sum(), 1)
-    mean = float(np.arange(len(share)) @ share)
-    most = int(np.flatnonzero(total).max(initial=0))
-    return (
-        f"A token went to {mean:.2f} routed experts per layer on average; the target is {target:g}. "
-        f"{percent(share[0])} of the tokens went to none, and no token went to more than {most}."
-    )
-
-
-def draw_layers(train: Sequence[Record], key: str, warmup_steps: int = 0) -> Figure:
+def draw_layers(key: str, run: Run) -> Figure:
     """Draw a number of `TITLES` over steps, a line for each layer, averaged over experts."""
     title, unit = TITLES[key]
     figure, axes = single(NARROW, title=title)
-    values = layer_series(train, key)
+    values = layer_series(run.train, key)
     layer_lines(axes, {layer: [(x, unit * y) for x, y in points] for layer, points in values.items()})
+    axes.set_ylim(-0.03 * axes.get_ylim()[1], axes.get_ylim()[1])  # a line at 0 is whole
     step_axis(axes)
-    mark_warmup(axes, warmup_steps)
+    if unit == 100:
+        mark_warmup(axes, run.warmup_steps)
     return figure
 
 
-def say_bounded(train: Sequence[Record], key: str, exact_until: float) -> str:
-    """Describe saturation or starvation.
-
-    exact_until: the last step at which an expert takes exactly k tokens; infinite if that is every step.
-    """
-    every = [
-        (step, value, layer) for layer, points in layer_series(train, key).items() for step, value in finite(points)
-    ]
+def say_bounded(key: str, run: Run) -> str:
+    """Describe saturation or starvation, after the steps in which every expert takes exactly k tokens if possible."""
+    rule, warmup = run.model.rule, run.warmup_steps
+    # A line covers the steps since the one before, so the first without warmup comes an interval after it.
+    exact_until = warmup + run.config["train"]["log_every"] - 1 if warmup else 0
+    if rule is not None and rule.looks_ahead:
+        exact_until = math.inf
+    every = [(s, value, layer) for layer, points in layer_series(run.train, key).items() for s, value in finite(points)]
     after = [entry for entry in every if entry[0] > exact_until]
     step, most, layer = max(after or every, key=lambda entry: entry[1])
     mean = fmean(value for _, value, _ in after or every)
@@ -261,92 +303,22 @@ def say_bounded(train: Sequence[Record], key: str, exact_until: float) -> str:
         "saturation": "of the tokens above a cutoff were dropped",
         "starvation": "of the places aimed at were filled with tokens below the cutoff",
     }[key]
-    steps = _steps_of_a_line(train)
+    steps = _steps_of_a_line(run.train)
     most_of = "at most" if steps == 1 else f"in {steps} steps at most"
     return f"{when}{percent(mean)} {what} on average, {most_of} {percent(most)} (layer {layer}, step {step:,})."
 
 
-def say_spread(train: Sequence[Record], key: str) -> str:
+def say_spread(key: str, run: Run) -> str:
     """Describe the standard deviation of scores or gates: the first and the last of each layer."""
-    lines = {layer: finite(points) for layer, points in layer_series(train, key).items()}
-    (start, first), (end, last) = ((max(p[i][0] for p in lines.values()), i) for i in (0, -1))
+    lines = {layer: finite(points) for layer, points in layer_series(run.train, key).items()}
     widest = max(lines, key=lambda layer: lines[layer][-1][1])
     where = f", largest in layer {widest}" if len(lines) > 1 else ""
-    values = [_range([points[i][1] for points in lines.values()]) for i in (first, last)]
-    return f"It went from {values[0]} at step {start:,} to {values[1]} at step {end:,}{where}."
-
-
-def draw_smoothed(train: Sequence[Record], key: str, title: str, number: str) -> Figure:
-    """Draw a number from 0 over steps, raw and smoothed. number: the format of the last one."""
-    from matplotlib.ticker import StrMethodFormatter
-
-    figure, axes = single(NARROW, title=title)
-    smoothed = _draw_smoothed(axes, series(train, key), title)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
-    label_ends(axes, {number: (smoothed, ACCENT)})
-    return figure
-
-
-def draw_learning_rates(train: Sequence[Record]) -> Figure:
-    """Draw the learning rate of each group of parameters over steps, logarithmic."""
-    figure, axes = single(NARROW, title="learning rate")
-    rates = {
-        group: (points, colour) for (group, points), colour in zip(learning_rates(train).items(), METHODS, strict=False)
-    }
-    for group, (points, colour) in rates.items():
-        line(axes, points, colour, label=group)
-    axes.set_yscale("log")
-    log_ticks(axes.yaxis)
-    step_axis(axes)
-    label_ends(axes, rates)
-    return figure
-
-
-def learning_rates(train: Sequence[Record]) -> dict[str, Points]:
-    """Return the learning rates by group of parameters; groups with the same rates share a line."""
-    groups = train[-1]["learning_rate"] if train else {}
-    lines: dict[tuple[tuple[float, float], ...], list[str]] = {}
-    for group in groups:
-        rates = [(r["step"], r["learning_rate"][group]) for r in train if r.get("learning_rate", {}).get(group)]
-        lines.setdefault(tuple(rates), []).append(group)
-    return {", ".join(names): points for points, names in lines.items() if points}
-
-
-def say_learning_rates(train: Sequence[Record]) -> str:
-    rates = learning_rates(train).items()
-    parts = [f"{max(y for _, y in points):.3g} to {points[-1][1]:.3g} ({group})" for group, points in rates]
-    return f"From the highest to the last: {listed(parts)}."
-
-
-def say_grad_norm(train: Sequence[Record]) -> str:
-    norms = [y for _, y in finite(series(train, "grad_norm"))]
-    step, most = max(finite(series(train, "grad_norm")), key=lambda point: point[1])
-    return (
-        f"The norm over all parameters, before clipping, has a median of {median(norms):.3g} and was {most:.3g} at "
-        f"most, at step {step:,}."
-    )
-
-
-def say_speed(train: Sequence[Record]) -> str:
-    rates = [y for _, y in finite(series(train, "tokens_per_second"))]
-    return f"The median is {median(rates):,.0f} tokens per second; the range is {min(rates):,.0f} to {max(rates):,.0f}."
-
-
-def deviation_colours(ratio: np.ndarray) -> np.ndarray:
-    """Return RGBA (…, 4) for ratios to a target: clear at 1, blue to 2 and above, orange to ½ and below, grey NaN."""
-    with np.errstate(divide="ignore"):
-        doublings = np.clip(np.log2(ratio), -1, 1)
-    missing = np.isnan(doublings)
-    hue = np.where((doublings > 0)[..., None], ABOVE, BELOW)
-    colours = np.concatenate([hue, np.abs(doublings)[..., None]], axis=-1)
-    colours[missing] = (*MISSING, 0.3)
-    return colours
-
-
-def _sentence(parts: Sequence[str]) -> str:
-    text = "; ".join(parts)
-    return f"{text[:1].upper()}{text[1:]}."
+    ends = []
+    for place in (0, -1):
+        low, high = (f"{edge(points[place][1] for points in lines.values()):.3g}" for edge in (min, max))
+        step = max(points[place][0] for points in lines.values())
+        ends.append(f"{low if low == high else f'{low}–{high}'} at step {step:,}")
+    return f"It went from {ends[0]} to {ends[1]}{where}."
 
 
 def _best(points: Points, unit: str = "") -> str:
@@ -366,15 +338,6 @@ def _late(points: Points) -> list[float]:
     return [y for x, y in numbers if x > LATE * numbers[-1][0]]
 
 
-def _late_means(train: Sequence[Record], key: str) -> dict[int, list[float]]:
-    """Return layer -> each expert's mean over the last quarter of the steps; NaN without numbers."""
-    means = {}
-    for layer, (steps, values) in expert_series(train, key).items():
-        columns = [[(float(x), float(y)) for x, y in zip(steps, column, strict=True)] for column in values.T]
-        means[layer] = [fmean(late) if (late := _late(points)) else math.nan for points in columns]
-    return means
-
-
 def _steps_of_a_line(train: Sequence[Record]) -> int:
     """Return the steps that a line of metrics averages."""
     return max((int(record.get("steps", 1)) for record in train), default=1)
@@ -385,109 +348,88 @@ def _each_point(train: Sequence[Record]) -> str:
     return "" if steps == 1 else f" Each point of training is the mean of {steps} steps."
 
 
-def _range(values: Sequence[float]) -> str:
-    """Return one value, or the range of several."""
-    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
-    return low if low == high else f"{low}–{high}"
+class Chart(NamedTuple):
+    """A figure of the report. A run without its numbers leaves it out for the reason `missing`."""
+
+    title: str
+    numbers: Callable[[Run], object]
+    missing: str
+    draw: Callable[[Run], Figure]
+    say: Callable[[Run], str]
+    of_cutoffs: bool = False  # without cutoffs, this is the reason
 
 
-def _of_all(some: int, count: int, what: str) -> str:
-    return f"All {count} {what}s" if some == count else f"{some} of {count} {what}s"
+def _of_layers(key: str, title: str, say: Callable[[str, Run], str], of_cutoffs: bool) -> Chart:
+    """Return the chart of a number of `TITLES`."""
+    draw, numbers = partial(draw_layers, key), lambda run: layer_series(run.train, key)
+    return Chart(title, numbers, UNRECORDED, draw, partial(say, key), of_cutoffs)
+
+
+UNLOGGED = "no line of training metrics was written yet"
+UNVALIDATED = "the run was not validated yet"
+UNRECORDED = "no number of it was recorded yet"
+
+LEARNING = [
+    Chart(
+        "Loss",
+        lambda run: finite(series(run.train, "cross_entropy")) or finite(series(run.validation, "loss")),
+        "no loss was recorded yet",
+        draw_loss,
+        say_loss,
+    ),
+    Chart("Bits per byte", lambda run: finite(run.bits_per_byte), UNVALIDATED, draw_bits_per_byte, say_bits_per_byte),
+    Chart(
+        "Tokens per second",
+        lambda run: finite(series(run.train, "tokens_per_second")),
+        UNLOGGED,
+        partial(draw_smoothed, "tokens_per_second", "tokens per second", "{:,.0f}"),
+        say_speed,
+    ),
+    Chart("Learning rate", learning_rates, UNLOGGED, draw_learning_rates, say_learning_rates),
+    Chart(
+        "Gradient norm",
+        lambda run: finite(series(run.train, "grad_norm")),
+        UNLOGGED,
+        partial(draw_smoothed, "grad_norm", "norm of the gradient", "{:.2g}"),
+        say_grad_norm,
+    ),
+]
+ROUTING = [
+    Chart("Usage of each expert", lambda run: expert_series(run.train, "usage"), UNRECORDED, draw_usage, say_usage),
+    Chart(
+        "Load spread",
+        lambda run: layer_series(run.train, "load_spread") or layer_series(run.validation, "load_spread"),
+        UNRECORDED,
+        draw_load_spread,
+        say_load_spread,
+    ),
+    Chart("Fanout", lambda run: run.fanout_counts, UNVALIDATED, draw_fanout, say_fanout),
+    Chart("Cutoffs", lambda run: expert_series(run.train, "cutoff"), UNRECORDED, draw_cutoffs, say_cutoffs, True),
+    _of_layers("saturation", "Saturation", say_bounded, True),
+    _of_layers("starvation", "Starvation", say_bounded, True),
+    _of_layers("score_std", "Spread of scores", say_spread, False),
+    _of_layers("gate_std", "Spread of gates", say_spread, False),
+]
 
 
 def learning(run: Run) -> Iterator[Exhibit | LeftOut]:
-    train, validation, bits = run.train, run.validation, run.bits_per_byte
-    yield _entry(
-        "Loss",
-        "no loss was recorded yet",
-        finite(series(train, "cross_entropy")) or finite(series(validation, "loss")),
-        partial(draw_loss, train, validation),
-        partial(say_loss, train, validation),
-    )
-    yield _entry(
-        "Bits per byte",
-        "the run was not validated yet",
-        finite(bits),
-        partial(draw_bits_per_byte, bits),
-        partial(say_bits_per_byte, bits),
-    )
-    yield _entry(
-        "Tokens per second",
-        "no line of training metrics was written yet",
-        finite(series(train, "tokens_per_second")),
-        partial(draw_smoothed, train, "tokens_per_second", "tokens per second", "{:,.0f}"),
-        partial(say_speed, train),
-    )
-    yield _entry(
-        "Learning rate",
-        "no line of training metrics was written yet",
-        learning_rates(train),
-        partial(draw_learning_rates, train),
-        partial(say_learning_rates, train),
-    )
-    yield _entry(
-        "Gradient norm",
-        "no line of training metrics was written yet",
-        finite(series(train, "grad_norm")),
-        partial(draw_smoothed, train, "grad_norm", "norm of the gradient", "{:.2g}"),
-        partial(say_grad_norm, train),
-    )
+    """Draw the figures about learning."""
+    return _exhibits(LEARNING, run)
 
 
 def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
+    """Draw the figures about routing."""
     if run.model.rule is None or run.model.dense_layers == run.model.layers:
         names = "Usage, load spread, fanout, cutoffs, saturation, starvation, spread of scores and gates"
-        yield LeftOut(names, "no layer of this model has routed experts")
-        return
-    train, validation, warmup = run.train, run.validation, run.warmup_steps
-    # A line covers the steps since the one before, so the first without warmup comes an interval after it.
-    last_warm = warmup + run.config["train"]["log_every"] - 1 if warmup else 0
-    rule = run.model.rule
-    exact_until = math.inf if rule.looks_ahead else last_warm
-    unrecorded = "no number of it was recorded yet"
-    of_cutoff = unrecorded if run.has_cutoffs else f"the rule {run.rule_name} has no cutoffs"
-    yield _entry(
-        "Usage of each expert",
-        unrecorded,
-        expert_series(train, "usage"),
-        partial(draw_usage, train, run.target),
-        partial(say_usage, train, run.target),
-    )
-    yield _entry(
-        "Load spread",
-        unrecorded,
-        layer_series(train, "load_spread") or layer_series(validation, "load_spread"),
-        partial(draw_load_spread, train, validation, warmup),
-        partial(say_load_spread, train, validation),
-    )
-    yield _entry(
-        "Fanout",
-        "the run was not validated yet",
-        run.fanout_counts,
-        partial(draw_fanout, run.fanout_counts),
-        partial(say_fanout, run.fanout_counts, rule.experts_per_token),
-    )
-    yield _entry(
-        "Cutoffs",
-        of_cutoff,
-        expert_series(train, "cutoff"),
-        partial(draw_cutoffs, train, warmup),
-        partial(say_cutoffs, train),
-    )
-    for title, key in (("Saturation", "saturation"), ("Starvation", "starvation")):
-        draw, say = partial(draw_layers, train, key, warmup), partial(say_bounded, train, key, exact_until)
-        yield _entry(title, of_cutoff, layer_series(train, key), draw, say)
-    for title, key in (("Spread of scores", "score_std"), ("Spread of gates", "gate_std")):
-        draw, say = partial(draw_layers, train, key, 0), partial(say_spread, train, key)
-        yield _entry(title, unrecorded, layer_series(train, key), draw, say)
+        return iter([LeftOut(names, "no layer of this model has routed experts")])
+    return _exhibits(ROUTING, run)
 
 
-def _entry(
-    title: str,
-    why_not: str,
-    numbers: object,
-    draw: Callable[[], Figure],
-    say: Callable[[], str],
-) -> Exhibit | LeftOut:
-    """Return the figure if there are numbers for it, else the reason for its absence."""
-    return exhibit(title, say, draw) if numbers else LeftOut(title, why_not)
+def _exhibits(charts: Sequence[Chart], run: Run) -> Iterator[Exhibit | LeftOut]:
+    for chart in charts:
+        if chart.numbers(run):
+            yield exhibit(chart.title, partial(chart.say, run), partial(chart.draw, run))
+        elif chart.of_cutoffs and not run.has_cutoffs:
+            yield LeftOut(chart.title, f"the rule {run.rule_name} has no cutoffs")
+        else:
+            yield LeftOut(chart.title, chart.missing)
