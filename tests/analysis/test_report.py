@@ -10,8 +10,8 @@ import shutil
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from expert_threshold.analysis.figures import training
-from expert_threshold.analysis.figures.axes import LONGEST, smooth, spread, thin
+from expert_threshold.analysis.figures.axes import GREY, HEAT, LONGEST, ORANGE, deviations, single, smooth, thin
 from expert_threshold.analysis.figures.learning import draw_losses
 from expert_threshold.analysis.figures.style import style
-from expert_threshold.analysis.page import SCRIPT, svg
+from expert_threshold.analysis.page import CSS, SCRIPT, svg
 from expert_threshold.analysis.records import expert_series, finite, layer_series, mean_loss, series
 from expert_threshold.analysis.report import duration, write_report
 from expert_threshold.compare.page import comparison_page
@@ -224,13 +224,11 @@ def test_ids_are_unique_and_what_is_referred_to_exists(report: Report) -> None:
     assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', report.html)) == set(ids)
 
 
-def test_every_colour_changes_with_the_theme(report: Report) -> None:
-    charts = "".join(re.findall(r"<svg.*?</svg>", report.html, flags=re.DOTALL))
-    styles = re.findall(r'style="([^"]*)"', charts)
-    assert any("var(--accent)" in style for style in styles)
-    assert not any("#" in style.replace("url(#", "") for style in styles)
+def test_pages_and_figures_follow_the_theme(report: Report) -> None:
     for name in set(re.findall(r"var\(--([\w-]+)\)", report.html)):
         assert report.html.count(f"--{name}:#") == 2, name
+    assert re.search(r"prefers-color-scheme: dark\) { svg { filter: invert", CSS)
+    assert "background" not in "".join(re.findall(r"<svg.*?</svg>", report.html, flags=re.DOTALL))
 
 
 def test_figures_are_named_for_those_who_do_not_see_them(report: Report) -> None:
@@ -294,10 +292,10 @@ def test_a_run_of_nothing_but_gaps_has_a_report(name: str, run: Callable[..., Ru
 def test_a_figure_that_fails_is_named_and_the_others_are_shown(
     run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> Figure:
+    def fail(*_: object, **__: object) -> Figure:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(training, "draw_usage", fail)
+    monkeypatch.setattr(training, "deviations", fail)
     said: list[str] = []
     page = Page(write_report(run(), said.append).read_text(encoding="utf-8"))
     assert set(page.texts["h3"]) == FIGURES["expert_threshold"]
@@ -355,6 +353,14 @@ def styled(draw: Callable[..., Figure], *arguments: Any) -> Figure:
         return draw(*arguments)
 
 
+def run_of(train: Any = (), validation: Any = (), **others: Any) -> Any:
+    """A run that recorded these lines."""
+    rule = {"rule": {"experts_per_token": 1}, "model": SimpleNamespace(rule=None)}
+    return SimpleNamespace(
+        **{"train": train, "validation": validation, "target": 0.5, "warmup_steps": 2, **rule} | others
+    )
+
+
 @pytest.mark.usefixtures("without_figures")
 def test_a_comparison_shows_the_options_that_differ(runs: Path, tmp_path: Path) -> None:
     for name in ("expert_threshold", "expert_choice"):
@@ -371,7 +377,7 @@ def test_a_comparison_shows_the_options_that_differ(runs: Path, tmp_path: Path) 
 def test_the_loss_figure_shows_the_records(run: Callable[..., RunFolder]) -> None:
     records = run().metrics.read()
     train, validation = ([r for r in records if r["split"] == split] for split in ("train", "validation"))
-    raw, smoothed, measured = styled(training.draw_loss, train, validation).axes[0].lines
+    raw, smoothed, measured = styled(training.draw_loss, run_of(train, validation)).axes[0].lines
     assert raw.get_xydata().tolist() == [[r["step"], r["cross_entropy"]] for r in train]
     assert len(smoothed.get_xydata()) == len(train)
     assert measured.get_xydata().tolist() == [[r["step"], r["loss"]] for r in validation]
@@ -379,11 +385,11 @@ def test_the_loss_figure_shows_the_records(run: Callable[..., RunFolder]) -> Non
 
 def test_the_figures_of_layers_show_the_records(run: Callable[..., RunFolder]) -> None:
     train = [r for r in run().metrics.read() if r["split"] == "train"]
-    first, second = styled(training.draw_layers, train, "saturation").axes[0].lines
+    first, second, *_ = styled(training.draw_layers, "saturation", run_of(train)).axes[0].lines
     for line, layer in ((first, "1"), (second, "2")):
         expected = [[r["step"], 100 * np.mean(r["layers"][layer]["saturation"])] for r in train]
         np.testing.assert_allclose(line.get_xydata(), expected)
-    panels = styled(training.draw_cutoffs, train, 2).axes
+    panels = styled(training.draw_cutoffs, run_of(train)).axes
     assert [panel.get_title(loc="left") for panel in panels[:2]] == ["layer 1, score", "layer 2, score"]
     batch_cutoffs, means = panels[1].lines[:4], panels[1].lines[4:8]
     for expert in range(4):
@@ -409,58 +415,45 @@ def test_statements_about_after_warmup_skip_the_interval_that_warmup_ends_in(run
 
 
 def test_the_fanout_figure_shows_shares_of_the_tokens() -> None:
-    bars = styled(training.draw_fanout, {1: [50, 30, 20, 0, 0]}).axes[0].patches
+    bars = styled(training.draw_fanout, run_of(fanout_counts={1: [50, 30, 20, 0, 0]})).axes[0].patches
     assert [bar.get_height() for bar in bars] == pytest.approx([50, 30, 20, 0, 0])
 
 
 def test_usage_is_drawn_for_the_nearest_record() -> None:
     steps = [1, 2, 3, 4, 100]
     train = [{"step": s, "layers": {"1": {"usage": [0.5, 1.0 if s == 100 else 0.25]}}} for s in steps]
-    (image,) = styled(training.draw_usage, train, 0.5).axes[0].images
-    colours = np.asarray(image.get_array())
-    assert colours.shape == (2, 5, 4)
-    assert colours[0, :, 3].tolist() == [0] * 5
-    assert colours[1, :, 3].tolist() == [1] * 5
-    assert (colours[1, -1, :3] == training.ABOVE).all()
-    assert (colours[1, 0, :3] == training.BELOW).all()
+    (image,) = styled(training.draw_usage, run_of(train)).axes[0].images
+    assert np.asarray(image.get_array()).tolist() == [[0] * 5, [-1, -1, -1, 1, 1]]  # doublings of the target
 
 
 def test_deviations_are_coloured_by_side_and_size() -> None:
-    colours = training.deviation_colours(np.array([0, 0.5, 2**-0.5, 1, 2**0.5, 2, 8, math.nan]))
-    np.testing.assert_allclose(colours[:7, 3], [1, 1, 0.5, 0, 0.5, 1, 1])
-    assert (colours[:3, :3] == training.BELOW).all()
-    assert (colours[4:7, :3] == training.ABOVE).all()
-    assert (colours[7, :3] == training.MISSING).all()
+    ratio = np.array([[0, 0.5, 2**-0.5, 1, 2**0.5, 2, 8, math.nan]])
+    colours = deviations(single(4)[1], ratio).to_rgba(np.log2(np.maximum(ratio, 1e-9)))[0]
+    np.testing.assert_allclose(colours[:7, 3], [1, 1, 0.5, 0, 0.5, 1, 1], atol=0.01)
+    for some, colour in ((colours[:3], ORANGE), (colours[4:7], HEAT), (colours[7:], GREY)):
+        np.testing.assert_allclose(some[:, :3], [colour] * len(some), atol=0.01)
 
 
 def test_losses_by_method_end_in_their_names() -> None:
     curves = {"dense": [(1e6, 3.0), (2e6, 2.5)], "expert {threshold} $x$": [(1e6, 2.9), (2e6, None)], "none": []}
     methods = [{"method": name, "kind": name, "points": points} for name, points in curves.items()]
     axes = styled(draw_losses, {"methods": methods}).axes[0]
-    assert {text.get_text() for text in axes.texts} == {"dense  2.500", "expert {threshold} $x$  2.900"}
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "expert {threshold} $x$  2.900",
+        "dense  2.500",
+    ]
     assert axes.lines[0].get_xydata().tolist() == [[1e6, 3.0], [2e6, 2.5]]
 
 
 def test_a_figure_becomes_an_element_with_text_as_text() -> None:
-    element = svg(styled(training.draw_bits_per_byte, [(1e6, 1.5), (2e6, 1.25)]), "own", "Bits & bytes")
+    element = svg(
+        styled(training.draw_bits_per_byte, run_of(bits_per_byte=[(1e6, 1.5), (2e6, 1.25)])), "own", "Bits & bytes"
+    )
     assert element.startswith("<svg ")
     assert 'aria-label="Bits &amp; bytes"' in element
-    assert ">1.250</text>" in element
+    assert "1.250</text>" in element
     assert "font:" not in element
     assert "xmlns" not in element
-
-
-@given(st.lists(st.floats(-1, 2), min_size=1, max_size=8), st.floats(0, 0.12))
-def test_labels_keep_their_order_their_distance_and_to_the_axes(wanted: list[float], gap: float) -> None:
-    places = spread(sorted(wanted), gap)
-    assert len(places) == len(wanted)
-    assert all(b - a >= gap - 1e-9 for a, b in pairwise(places))
-    assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
-
-
-def test_labels_with_room_stay_where_they_are() -> None:
-    assert spread([0.1, 0.5, 0.9], 0.2) == pytest.approx([0.1, 0.5, 0.9])
-    assert spread([0.5, 0.5], 0.2) == pytest.approx([0.4, 0.6])
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=200))
@@ -528,27 +521,34 @@ def test_the_late_loss_does_not_depend_on_how_often_it_is_logged() -> None:
 
 def test_sentences_are_computed_from_the_numbers() -> None:
     losses = [{"step": 1, "cross_entropy": 5.0}, {"step": 8, "cross_entropy": 3.0}, {"step": 10, "cross_entropy": 2.0}]
-    text = training.say_loss(losses, [{"step": 5, "loss": 2.5}, {"step": 10, "loss": 3.5}])
+    text = training.say_loss(run_of(losses, [{"step": 5, "loss": 2.5}, {"step": 10, "loss": 3.5}]))
     assert "from 5.000 at step 1 to 2.000 at step 10" in text
     assert "validation ended at 3.500, 1.000 above the mean of training" in text
     assert text.endswith("; the lowest was 2.500 at step 5.")
-    usage = training.say_usage(records_of("usage", [[0.5, 0.5]] * 3 + [[0.9, 0.1]]), 0.5)
+    usage = training.say_usage(run_of(records_of("usage", [[0.5, 0.5]] * 3 + [[0.9, 0.1]])))
     assert "10 % (expert 1 of layer 1) to 90 % (expert 0 of layer 1)" in usage
     assert "1 of 2 experts got between half and twice the target" in usage
-    dropped = training.say_bounded(records_of("saturation", [0.9, 0.1, 0.3]), "saturation", exact_until=1)
+    config, ahead = {"train": {"log_every": 1}}, SimpleNamespace(rule=SimpleNamespace(looks_ahead=True))
+    dropped = training.say_bounded(
+        "saturation", run_of(records_of("saturation", [0.9, 0.1, 0.3]), warmup_steps=1, config=config)
+    )
     assert dropped.startswith("After warmup 20 % of the tokens above a cutoff were dropped on average, at most 30 %")
-    exact = training.say_bounded(records_of("saturation", [0.9]), "saturation", math.inf)
+    exact = training.say_bounded("saturation", run_of(records_of("saturation", [0.9]), model=ahead, config=config))
     assert exact.startswith("While experts took exactly k tokens, 90 % of the tokens")
-    assert "every expert got 25 % of the tokens" in training.say_usage(records_of("usage", [[0.25] * 4]), 0.25)
-    assert "2 tokens" not in training.say_fanout({1: [1, 1, 2]}, 1)
-    assert "went to 1.25 routed experts" in training.say_fanout({1: [1, 1, 2]}, 1)
-    assert training.say_bits_per_byte([(1000, 2.0), (2000, 1.5)]).endswith("1.500 after 2k; it was never lower.")
+    assert "every expert got 25 % of the tokens" in training.say_usage(run_of(records_of("usage", [[0.25] * 4])))
+    assert "2 tokens" not in training.say_fanout(run_of(fanout_counts={1: [1, 1, 2]}))
+    assert "went to 1.25 routed experts" in training.say_fanout(run_of(fanout_counts={1: [1, 1, 2]}))
+    assert training.say_bits_per_byte(run_of(bits_per_byte=[(1000, 2.0), (2000, 1.5)])).endswith(
+        "1.500 after 2k; it was never lower."
+    )
     cutoffs = [
         {"step": step, "layers": {"1": {"cutoff": [1.0, -2.0], "cutoff_distance": [0.3, 0.4], "score_std": 2.0}}}
         for step in (1, 2)
     ]
-    assert "between −2.00 and 1.00" in training.say_cutoffs(cutoffs)
-    assert "lay on average 0.350 from the cutoff that its scores were compared with" in training.say_cutoffs(cutoffs)
+    assert "between −2.00 and 1.00" in training.say_cutoffs(run_of(cutoffs))
+    assert "lay on average 0.350 from the cutoff that its scores were compared with" in training.say_cutoffs(
+        run_of(cutoffs)
+    )
 
 
 def test_durations_have_two_units() -> None:

@@ -145,7 +145,7 @@ def name_lines(axes: Axes, lines: Sequence[Line2D], number: str = "") -> None:
     """List lines beside the axes in their colours, highest end first, with their last numbers in a format."""
     ends = {line: values[-1] for line in lines if len(values := (y := array(line.get_ydata()))[np.isfinite(y)])}
     found = sorted(ends, key=lambda line: -ends[line])
-    characters = int(BESIDE * figure_of(axes).get_figwidth() / CHARACTER)
+    characters = int((BESIDE * figure_of(axes).get_figwidth() - 0.4) / CHARACTER)
     names = [
         fill(str(line.get_label()), characters) + (f"  {number.format(ends[line])}" if number else "") for line in found
     ]
@@ -220,8 +220,7 @@ def heat(axes: Axes, values: np.ndarray, low: float = 0, high: float = 1) -> Sca
 
 def deviations(axes: Axes, ratio: np.ndarray, **options: Any) -> ScalarMappable:
     """Draw cells of ratios to a target: clear at 1, blue at 2 and above, orange at ½ and below, grey if missing."""
-    colours = _colours((*ORANGE, 1), (*ORANGE, 0), (*HEAT, 0), (*HEAT, 1))
-    colours.set_bad(GREY, 0.3)
+    colours = _colours((*ORANGE, 1), (*ORANGE, 0), (*HEAT, 0), (*HEAT, 1)).with_extremes(bad=(*GREY, 0.3))
     with np.errstate(divide="ignore"):
         return cells(axes, np.log2(ratio), colours, -1, 1, **options)
 

@@ -68,7 +68,7 @@ def _draw_smoothed(axes: Axes, raw: Points, name: str) -> Line2D:
     """Draw a line over steps, raw in grey and smoothed; return the latter."""
     line(axes, raw, MUTED, alpha=0.45, linewidth=0.8, label=name)
     step_axis(axes)
-    return line(axes, smooth(raw), ACCENT, label=f"{name}, running mean")
+    return line(axes, smooth(raw), ACCENT, label="running mean")
 
 
 def say_loss(run: Run) -> str:
@@ -91,7 +91,7 @@ def say_loss(run: Run) -> str:
 def draw_bits_per_byte(run: Run) -> Figure:
     """Draw bits per byte of the validation text over tokens."""
     figure, axes = single(NARROW, title="validation, bits per byte")
-    drawn = line(axes, run.bits_per_byte, ACCENT, marker="o", label="bits per byte")
+    drawn = line(axes, run.bits_per_byte, ACCENT, marker="o", label="validation")
     tokens_axis(axes)
     name_lines(axes, [drawn], "{:.3f}")
     return figure
