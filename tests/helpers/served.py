@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import uvicorn
@@ -93,6 +95,36 @@ def served(
         server.should_exit = True
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: http.client.HTTPMessage
+    text: str
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error = json.loads(self.text)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert "Traceback" not in self.text
+        return dict(error)
+
+
+def connect(server: Served) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE)
+
+
+def ask(server: Served, path: str, body: Any = None, method: str | None = None, **headers: Any) -> Reply:
+    """Return the reply to GET, or to POST of an object or of bytes as they are. headers: with _ for -."""
+    connection, headers = connect(server), {name.replace("_", "-"): value for name, value in headers.items()}
+    if body is not None:
+        headers = {"Content-Type": "application/json"} | headers
+        body = body if isinstance(body, bytes) else json.dumps(body)
+    connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
+    response = connection.getresponse()
+    reply = Reply(response.status, response.headers, response.read().decode())
+    connection.close()
+    return reply
 
 
 def hung(served: Served) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ from expert_threshold.serve.explorer import (
 )
 from expert_threshold.serve.server import create_app
 from expert_threshold.serve.worker import ApiError, Limits, Worker
-from served import PATIENCE, Served, served
+from served import PATIENCE, Served, ask, served
 
 TEXT = "the cat sat on the mat"
 TOKENIZER = small_tokenizer()
@@ -44,30 +42,13 @@ def explored(model: GPT, name: str = "small") -> Explored:
     return Explored(name, model, TOKENIZER)
 
 
-def fetch(server: Served, path: str, content: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of GET, or of POST if there is something to send."""
-    host = urlsplit(server.url).netloc
-    connection = http.client.HTTPConnection(host, timeout=PATIENCE)
-    body = content if content is None or isinstance(content, bytes) else json.dumps(content).encode()
-    given = {"Host": host, "Content-Type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
-    connection.request("GET" if body is None else "POST", path, body, given)
-    answer = connection.getresponse()
-    found = answer.status, dict(answer.getheaders()), answer.read()
-    connection.close()
-    return found
-
-
 def read(server: Served, **content: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The run's facts and the tokens of /explorer/read."""
-    status, _, body = fetch(server, "/explorer/read", {"run": "small", "text": TEXT} | content)
-    assert status == 200, body
-    events = [json.loads(event.removeprefix("data: ")) for event in body.decode().split("\n\n") if event]
+    reply = ask(server, "/explorer/read", {"run": "small", "text": TEXT} | content)
+    assert reply.status == 200, reply
+    events = [json.loads(event.removeprefix("data: ")) for event in reply.text.split("\n\n") if event]
     assert events[-1] == {"done": True}
     return events[0]["run"], [token for event in events[1:-1] for token in event["tokens"]]
-
-
-def error_of(answer: tuple[int, dict[str, str], bytes]) -> str:
-    return str(json.loads(answer[2])["error"]["message"])
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +149,8 @@ def test_each_run_reads_for_itself() -> None:
     worker = Worker(Engine(second, TOKENIZER), 4)
     runs = [explored(first), Explored("other", second, TOKENIZER, worker)]
     with served(first, routes=routes(runs), workers=[worker]) as server:
-        _, _, body = fetch(server, "/explorer/runs")
-        assert [run["name"] for run in json.loads(body)["runs"]] == ["small", "other"]
+        found = json.loads(ask(server, "/explorer/runs").text)["runs"]
+        assert [run["name"] for run in found] == ["small", "other"]
         _, told = read(server, run="other")
     output = second(torch.tensor([[TOKENIZER.bos, *TOKENIZER.encode(TEXT)]]), record=True)
     expected = output.routings[0].assignment[0].sum(-1).tolist()
@@ -186,7 +167,7 @@ def test_each_run_reads_for_itself() -> None:
         ({"run": "large"}, 404, "no run of that name; use small"),
         ({"run": ["small"]}, 404, "no run"),
         ({"text": None}, 400, "text=None should be a valid string"),
-        ({"text": "the " * 64}, 400, "tokens, BOS included, and small takes 64; shorten it"),
+        ({"text": "the " * 64}, 400, "tokens, BOS included, and small reads at most 64; shorten it"),
         ({"max_tokens": -1}, 400, "max_tokens=-1 should be greater than or equal to 0"),
         ({"max_tokens": 1e3}, 400, "max_tokens"),
         ({"max_tokens": 65}, 400, "max_tokens"),
@@ -194,15 +175,15 @@ def test_each_run_reads_for_itself() -> None:
         ({"seed": -1}, 400, "seed"),
         ({"rate": 5}, 400, "rate"),
         ({"rate": True}, 400, "rate"),
-        ({"record": True}, 400, "record"),
+        ({"record": True}, 400, "unknown field"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(server: Served, content: Any, status: int, says: str) -> None:
     content = content if isinstance(content, bytes) else {"run": "small", "text": TEXT} | content
-    answer = fetch(server, "/explorer/read", content)
-    assert answer[0] == status
-    assert says in error_of(answer)
-    assert "\n" not in error_of(answer)
+    reply = ask(server, "/explorer/read", content)
+    assert reply.status == status
+    assert says in reply.error["message"]
+    assert "\n" not in reply.error["message"]
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.lists(st.integers())
@@ -228,10 +209,10 @@ def test_whatever_is_sent_is_read_or_refused(fields: dict[str, Any], name: str) 
 def test_limits_of_the_server_hold_here() -> None:
     model = small_model()
     with served(model, limits=Limits(prompt_tokens=4, output_tokens=2), routes=routes([explored(model)])) as server:
-        long = fetch(server, "/explorer/read", {"run": "small", "text": TEXT})
-        much = fetch(server, "/explorer/read", {"run": "small", "text": "", "max_tokens": 3})
-    assert (long[0], much[0]) == (400, 400)
-    assert "small takes 4" in error_of(long)
+        long = ask(server, "/explorer/read", {"run": "small", "text": TEXT})
+        much = ask(server, "/explorer/read", {"run": "small", "text": "", "max_tokens": 3})
+    assert (long.status, much.status) == (400, 400)
+    assert "small reads at most 4" in long.error["message"]
 
 
 ALLOWED = [
@@ -280,10 +261,10 @@ def test_the_page_is_let_in_through_a_proxy_whose_name_is_known(host: str) -> No
 @pytest.mark.parametrize("path", ["/explorer/runs", "/explorer/read"])
 def test_both_endpoints_ask_who_wants_to_know(server: Served, path: str) -> None:
     content = None if path.endswith("runs") else {"run": "small", "text": TEXT}
-    assert fetch(server, path, content)[0] == 200
-    assert fetch(server, path, content, Host="evil.example")[0] == 403
-    assert fetch(server, path, content, Origin="http://evil.example")[0] == 403
-    assert fetch(server, path, content, Sec_Fetch_Site="cross-site")[0] == 403
+    assert ask(server, path, content).status == 200
+    assert ask(server, path, content, Host="evil.example").status == 403
+    assert ask(server, path, content, Origin="http://evil.example").status == 403
+    assert ask(server, path, content, Sec_Fetch_Site="cross-site").status == 403
 
 
 # The page.
@@ -291,14 +272,13 @@ def test_both_endpoints_ask_who_wants_to_know(server: Served, path: str) -> None
 
 def test_every_file_of_the_page_is_served_under_a_strict_policy(server: Served) -> None:
     for path in ["/", *(f"/static/{file.name}" for file in STATIC.iterdir())]:
-        status, headers, body = fetch(server, path)
-        assert status == 200, path
-        assert body
-        lower = {name.lower(): value for name, value in headers.items()}
+        reply = ask(server, path)
+        assert reply.status == 200, path
+        assert reply.text
         for name, value in HEADERS.items():
-            assert lower[name.lower()] == value
+            assert reply.headers[name] == value
     assert "'unsafe" not in HEADERS["Content-Security-Policy"]
-    metrics = fetch(server, "/metrics")[2].decode()
+    metrics = ask(server, "/metrics").text
     assert 'et_requests_total{path="/",status="200"}' in metrics
     assert 'et_requests_total{path="/static/{file}",status="200"}' in metrics
 
@@ -309,25 +289,25 @@ def test_a_run_s_report_is_linked_and_served_under_a_policy_of_its_own(tmp_path:
     runs[2] = runs[2]._replace(report=tmp_path / "none.html")
     with served(MODEL, api_key="secret", routes=routes(runs)) as server:
         key = {"Authorization": "Bearer secret"}
-        assert fetch(server, "/explorer/report/0", **key)[0] == 404  # not yet
+        assert ask(server, "/explorer/report/0", **key).status == 404  # not yet
         report.write_text("<p>é</p>", encoding="utf-8")
-        links = [run["report"] for run in json.loads(fetch(server, "/explorer/runs", **key)[2])["runs"]]
+        links = [run["report"] for run in json.loads(ask(server, "/explorer/runs", **key).text)["runs"]]
         assert links == ["explorer/report/0", None, None]
-        status, headers, body = fetch(server, f"/{links[0]}", **key)
-        assert (status, body.decode()) == (200, "<p>é</p>")
-        policy = headers["content-security-policy"]
+        reply = ask(server, f"/{links[0]}", **key)
+        assert (reply.status, reply.text) == (200, "<p>é</p>")
+        policy = reply.headers["Content-Security-Policy"]
         assert policy.startswith("sandbox allow-scripts; default-src 'none';")
         assert "allow-same-origin" not in policy
         for path in ("1", "2", "3", "-1", "x", "0/../1"):
-            assert fetch(server, f"/explorer/report/{path}", **key)[0] == 404, path
-        assert fetch(server, "/explorer/report/0")[0] == 401
-        assert fetch(server, "/explorer/report/0", **key, Sec_Fetch_Site="cross-site")[0] == 403
-        assert fetch(server, "/explorer/report/0", **key, Host="evil.example")[0] == 403
+            assert ask(server, f"/explorer/report/{path}", **key).status == 404, path
+        assert ask(server, "/explorer/report/0").status == 401
+        assert ask(server, "/explorer/report/0", **key, Sec_Fetch_Site="cross-site").status == 403
+        assert ask(server, "/explorer/report/0", **key, Host="evil.example").status == 403
 
 
 def test_no_other_file_is(server: Served) -> None:
     for path in ["", "../explorer.py", "%2e%2e%2fexplorer.py", "none.js", "%00"]:
-        assert fetch(server, f"/static/{path}")[0] == 404, path
+        assert ask(server, f"/static/{path}").status == 404, path
 
 
 def test_the_page_names_no_other_host_and_puts_no_text_into_html() -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -37,7 +37,7 @@ from expert_threshold.serve.worker import (  # noqa: E402
     Worker,
     require_independent,
 )
-from served import PATIENCE, Served, hung, served, until  # noqa: E402
+from served import PATIENCE, Reply, Served, ask, connect, hung, served, until  # noqa: E402
 
 PROMPT = "the cat sat"
 CONTEXT = 64  # of the small model
@@ -59,41 +59,11 @@ def client_of(server: Served, key: str = "none") -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
 
-class Answer(NamedTuple):
-    status: int
-    headers: http.client.HTTPMessage
-    text: str
-
-    @property
-    def error(self) -> dict[str, Any]:
-        error = json.loads(self.text)["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert "Traceback" not in self.text
-        return dict(error)
-
-
-def connect(server: Served) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE)
-
-
-def ask(server: Served, path: str, body: Any = None, method: str | None = None, **headers: Any) -> Answer:
-    """body: an object, or bytes as they are."""
-    connection = connect(server)
-    if body is not None:
-        headers = {"Content-Type": "application/json"} | headers
-        body = body if isinstance(body, bytes) else json.dumps(body)
-    connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
-    response = connection.getresponse()
-    answer = Answer(response.status, response.headers, response.read().decode())
-    connection.close()
-    return answer
-
-
-def complete(server: Served, **fields: Any) -> Answer:
+def complete(server: Served, **fields: Any) -> Reply:
     return ask(server, "/v1/completions", {"model": "small", "prompt": PROMPT} | fields)
 
 
-def events(answer: Answer) -> list[Any]:
+def events(answer: Reply) -> list[Any]:
     """Return the events of a stream, parsed as JSON except the last."""
     assert answer.headers["X-Accel-Buffering"] == "no"  # or nginx, with its defaults, delays them
     *events, last, rest = answer.text.split("\n\n")

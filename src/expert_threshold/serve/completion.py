@@ -1,4 +1,4 @@
-"""Requests, responses and errors of /v1/completions, in OpenAI's format, and the limits of a request.
+"""Requests, responses and errors of /v1/completions, in OpenAI's format.
 
 Unknown fields are rejected, as OpenAI does. OpenAI's fields that this server does not support (`best_of`,
 `logit_bias`, `presence_penalty`, …) are rejected unless they hold their neutral value. null means the default. Two
@@ -43,7 +43,7 @@ def shown(value: object) -> str:
 
 
 Fields = dict[str, tuple[Any, Any]]
-"""Name -> type and default of a field of a request, as pydantic takes them."""
+"""Name -> type and default of a field of a request, for pydantic."""
 
 
 def sampling_fields(limits: Limits, context: int, dial: float | None) -> Fields:
@@ -104,8 +104,10 @@ def validated(model: type[BaseModel], body: bytes) -> Any:
         error = refused.errors(include_url=False)[0]
     kind, place, must = error["type"], error["loc"], error["msg"].removeprefix("Input ")
     param = ".".join(map(str, place[: 2 if place[:1] == ("stream_options",) else 1])) or str(error["input"])
-    if kind in ("missing", "extra_forbidden", "string_unicode"):  # the last is a name that is no text
-        raise ApiError(400, f"{shown(param)}: {must}", param=param[:60], code="unknown_field")
+    if kind == "missing":
+        raise ApiError(400, f"the field {param} is missing", param=param, code="missing_field")
+    if kind in ("extra_forbidden", "string_unicode"):  # the latter for a name that is no text
+        raise ApiError(400, f"unknown field {shown(param)}", param=param[:60], code="unknown_field")
     if param == "prompt":  # the error is about one of the types that it may have
         must = "must be a string, a list of strings, a list of token ids, or a list of those"
     if kind == "none_required":

@@ -101,7 +101,7 @@ def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
     """Return a recorded step as JSON. loss: nats, None for the token that opens the text. label: its bytes, readable.
 
     top: the likeliest tokens at its position as [token, label, probability]. layers: one entry per MoE layer; gates:
-    those of the experts it went to; border: the lowest chosen score, bias included, which is token choice's cutoff.
+    by expert that it went to; border: the lowest chosen score, bias included, which is token choice's cutoff.
     """
     assert step.routing is not None, "only recorded steps have a routing"
     biases = [_bias(moe.router) for _, moe in run.model.moe_layers()]
@@ -170,7 +170,7 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
     prompt = (run.tokenizer.bos, *run.tokenizer.encode(fields.text))
     most = min(limits.prompt_tokens or context, context - min(fields.max_tokens, 1))
     if len(prompt) > most:
-        message = f"the text has {len(prompt)} tokens, BOS included, and {run.name} takes {most}; shorten it"
+        message = f"the text has {len(prompt)} tokens, BOS included, and {run.name} reads at most {most}; shorten it"
         raise ApiError(400, message, param="text", code="context_length_exceeded")
     sampling = {"temperature": fields.temperature, "top_k": fields.top_k, "seed": fields.seed, "rate": fields.rate}
     return run, Request(prompt, fields.max_tokens, tops=TOPS, echo=True, record=True, **sampling)

@@ -47,7 +47,7 @@ def create_app(
     api_key: required on every route but /health. hosts: names and addresses (no brackets) that the Host header may
     hold, which keeps other sites' pages from reading a local server through a name that resolves to it; None allows
     any. routes: further routes behind the same checks; their handlers find the engine's worker and the limits in
-    `service(request)`. workers: those of other engines, started and stopped with the app. threads: torch's.
+    `service(request)`. workers: of other engines, started and stopped with the app. threads: torch's.
     """
     limits = limits or Limits()
     worker = Worker(engine, limits.queue, threads)
@@ -403,7 +403,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message, code = f"{path} does not exist; {_remedy(request.scope['path'])}", "unknown_path"
     elif error.status_code == 405:
-        message, code = f"{path} takes {headers['Allow']}, not {request.method}", "method_not_allowed"
+        message, code = f"{path} allows {headers['Allow']}, not {request.method}", "method_not_allowed"
     else:
         message = f"{request.method} here: {error.detail}"
     return _answer_error(ApiError(error.status_code, message, code=code, headers=headers.items()))

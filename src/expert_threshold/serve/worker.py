@@ -1,4 +1,4 @@
-"""Runs the engine in a thread of its own and delivers its results; the limits and errors of requests."""
+"""The thread that runs the engine and delivers its results; the limits and errors of requests."""
 
 from __future__ import annotations
 
