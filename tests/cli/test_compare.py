@@ -340,7 +340,6 @@ def test_fewer_methods_and_seeds_keep_the_results_of_the_others(finished: Path, 
     assert et("compare", *small, "--rules", "token_choice", "--seeds", 1, "--out", copy) == 0
     before, after = record_of(finished), record_of(copy)
     assert after["runs"] == before["runs"]
-    assert after["costs"] == before["costs"]
 
 
 def test_an_interrupted_comparison_resumes_and_equals_one_that_never_stopped(

@@ -7,13 +7,10 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from expert_threshold.analysis.results import Result
 from expert_threshold.compare.judgement import judge, judged_cells, loss_at
 from expert_threshold.compare.paired import corrected, holm, paired, residual_spread, student
-from expert_threshold.compare.traffic import bytes_sent
-from expert_threshold.routing import ExpertThreshold, TokenChoice
 
 
 def result(
@@ -153,16 +150,3 @@ def test_a_loss_that_is_not_finite_leaves_its_differences_out() -> None:
     diverged = result("other", 0, [4.0, None], clock=[1.0, 1.0])  # nothing was logged after the validation
     _, row = judge([result("base", 0, [4.0, 3.0]), diverged], "base")
     assert row.at_flops is row.at_seconds is None
-
-
-def test_what_rules_send_is_counted_without_ranks() -> None:
-    """Token choice sums its observation; expert threshold also selects over all ranks, at a cost free of tokens."""
-    token_choice, threshold = TokenChoice(8, 1), ExpertThreshold(8, 1)
-    few, many = (bytes_sent(threshold, (batch, 64), 1) for batch in (2, 16))
-    assert few == many
-    assert few is not None
-    observation = bytes_sent(token_choice, (2, 64), 1)
-    assert observation is not None
-    assert few > 10 * observation > 0
-    assert bytes_sent(token_choice, (2, 64), 3) == observation  # summed once per step
-    assert not dist.is_initialized()

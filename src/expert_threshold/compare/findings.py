@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from ..analysis.results import HEADERS, NOTES, Result, cells, markdown, summarise, to_csv
 from ..files import replace_file, replace_json
@@ -18,14 +17,13 @@ from .judgement import Judged, judge, judged_cells, load_cells, notes
 class Findings:
     """The results of finished runs, and their comparison with a baseline.
 
-    costs: by method, `bytes_sent` and `state_bytes`. folders: of each method's runs. baseline: the method that others
+    folders: of each method's runs. baseline: the method that others
     are judged against, within the margin in nats per token. timed: the runs' seconds compare, since they come from one
     machine.
     """
 
     headline: str
     results: Sequence[Result]
-    costs: Mapping[str, Mapping[str, Any]]
     folders: Mapping[str, Sequence[Path]]
     baseline: str
     margin: float
@@ -41,7 +39,7 @@ class Findings:
         return [
             (HEADERS, cells(summarise(self.results), emphasise), NOTES),
             (judgement.HEADERS, judged_cells(self.judged, self.baseline), ""),
-            (judgement.LOADS, load_cells(self.results, self.costs), notes(self.judged, self.baseline, self.margin)),
+            (judgement.LOADS, load_cells(self.results), notes(self.judged, self.baseline, self.margin)),
         ]
 
     def write(self, folder: Path, file: str) -> None:
@@ -53,7 +51,6 @@ class Findings:
             "baseline": self.baseline,
             "margin": self.margin,
             "judgement": [row.record() for row in self.judged],
-            "costs": self.costs,
             "runs": [result._asdict() for result in self.results],
         }
         tables = [

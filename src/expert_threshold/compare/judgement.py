@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any, NamedTuple
 
 from ..analysis.results import Result, over_seeds, runs_by_method
-from ..analysis.sentences import counted, fixed, short, signed
+from ..analysis.sentences import counted, fixed, signed
 from ..recipes import REFERENCE
 from .paired import FEW, Corrected, Difference, corrected, paired
 
@@ -21,7 +21,6 @@ HEADERS = (
 )  # fmt: skip
 LOADS = (
     "method", "max load / mean, validation", "fanout, training", "tokens without expert", "validation − training",
-    "bytes sent at 8 ranks", "bytes of state",
 )  # fmt: skip
 
 
@@ -163,15 +162,14 @@ def shown(difference: Difference | None) -> str:
     return signed(difference.mean) + half
 
 
-def load_cells(results: Sequence[Result], costs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return the cells below `LOADS`, means over seeds; costs: by method, as `Comparison.costs` has them."""
+def load_cells(results: Sequence[Result]) -> list[list[str]]:
+    """Return the cells below `LOADS`, means over seeds."""
     lines = []
     for method, runs in runs_by_method(results).items():
         spread, fanout, without, gap = (
             over_seeds(mean, [getattr(run, name) for run in runs])
             for name in ("load_spread", "fanout_trained", "unrouted", "gap")
         )
-        sent, state = (costs[method][name] for name in ("bytes_sent", "state_bytes"))
         lines.append(
             [
                 method,
@@ -179,8 +177,6 @@ def load_cells(results: Sequence[Result], costs: Mapping[str, Mapping[str, Any]]
                 fixed(fanout, 3),
                 "–" if without is None else f"{100 * without:.1f} %",
                 "–" if gap is None else signed(gap),
-                "–" if sent is None else short(sent),
-                short(state),
             ]
         )
     return lines
@@ -210,6 +206,5 @@ def notes(rows: Sequence[Judged], baseline: str, margin: float) -> str:
         "training by the measured fanout of each step, seconds those of optimizer steps. Tokens "
         "without expert: in validation. "
         "Validation − training: the last validation loss minus the loss of training's last tenth; none if an interval "
-        "is longer. Bytes sent: by one rank of 8 for routing in one "
-        "optimizer step, all layers."
+        "is longer."
     )

@@ -63,7 +63,7 @@ def comparison_page(findings: Findings, folder: Path) -> str:
     if any(row.seconds is not None for row in judged):
         by_time = partial(draw_losses, scale=seconds_axis)
         shown.append(exhibit("Loss by seconds", "Means over seeds.", lambda: by_time(by_seconds(results))))
-    titles = ("Losses and loads", f"Against {baseline}", "Load and cost of routing")
+    titles = ("Losses and loads", f"Against {baseline}", "Loads")
     body = [f"<h1>Comparison</h1><p>{escape(findings.headline)}</p>"]
     for title, (head, lines, note) in zip(titles, findings.tables(str), strict=True):
         body.append(f"<h2>{escape(title)}</h2>{table(head, lines, title)}")

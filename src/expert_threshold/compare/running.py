@@ -34,7 +34,6 @@ from .experiment import (
 )
 from .findings import Findings
 from .judgement import MARGIN
-from .traffic import bytes_sent
 
 COMPARISON = Kind("comparison", "compare.json")
 # Options of training and of the model in which runs that are compared must agree. Rules may differ, and so may what
@@ -59,18 +58,6 @@ class ComparedRun(NamedTuple):
         """The text that it was trained on."""
         shards = self.run.section("data").get("train_shards")
         return KnownText(self.run.section("corpus")["hash"], self.run.tokenizer().hash, shards)
-
-    @property
-    def costs(self) -> dict[str, int | None]:
-        """The bytes of the rules' state in all layers, and those that one rank of 8 sends for them in a step."""
-        config = RunConfig.from_dict(self.config)
-        model, train = config.model, config.train
-        if model.rule is None:
-            return {"state_bytes": 0, "bytes_sent": 0}
-        layers = model.layers - model.dense_layers
-        state = sum(tensor.nbytes for tensor in model.rule.init())
-        sent = bytes_sent(model.rule, (train.batch_size, model.context), train.accumulation)
-        return {"state_bytes": layers * state, "bytes_sent": None if sent is None else layers * sent}
 
 
 def read_runs(folder: Path) -> list[ComparedRun]:
@@ -100,12 +87,10 @@ def findings_of(
 ) -> Findings:
     """Return the results of finished runs, each of the method of that name."""
     named = list(zip(names, runs, strict=True))
-    first = dict(reversed(named))
     machines = {tuple(run.config["machine"][name] for name in ("cpu", "gpu", "threads")) for run in runs}
     return Findings(
         headline,
         [run.result._replace(method=name) for name, run in named if run.result is not None],
-        {name: first[name].costs for name in dict.fromkeys(names)},
         {name: [run.run.path for other, run in named if other == name] for name in dict.fromkeys(names)},
         baseline,
         margin,
