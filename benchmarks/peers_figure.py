@@ -93,11 +93,6 @@ def _panel(axes: Any, rows: list[Row], prefix: str) -> None:
         axis.set_ticks([], minor=True)
 
 
-def _seen_already(row: Row) -> bool:
-    """The dense ones of shapes that differ in the number of experts alone are the same."""
-    return bool(row["contestant"].startswith("dense") and "-" in row["shape"])
-
-
 def _apart(labels: list[tuple[float, str]], step: float) -> list[tuple[float, str]]:
     """Places at least a factor `step` apart, none moved to the left."""
     moved: list[tuple[float, str]] = []

@@ -115,6 +115,15 @@ def test_every_record_is_cited_by_a_page_and_every_path_a_page_names_is_there() 
         assert path.is_dir() or not cited.isdisjoint(within), f"{path}: cited by no page"
 
 
+def test_every_benchmark_is_named_by_a_page_or_run_by_one_that_is() -> None:
+    pages = [page.read_text(encoding="utf-8") for page in PAGES if page.parent.name != "log"]
+    files = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks" / "evidence").glob("*.py")]
+    programs = {path: path.read_text(encoding="utf-8") for path in files if not path.name.startswith("_")}
+    for path in programs:
+        others = [text for other, text in programs.items() if other != path]
+        assert any(re.search(rf"\b{path.stem}\b", text) for text in [*pages, *others]), path
+
+
 def test_blocks_are_found_with_their_reasons() -> None:
     page = "Text\n\n    et plan\n\n    et data\n\n<!-- not run: it costs -->\n\n```python\nx\n```\nmore\n    no block\n"
     shell, python = blocks(page)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..model.score import TOKENS_AT_ONCE
 from ..option import did_you_mean
 from ..runs import load_model
 
-REQUESTS_AT_ONCE = 256  # between two reports of progress
+GROUPS_AT_ONCE = 256  # between two reports of progress
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,8 @@ class HarnessModel(TemplateLM):
         groups = sorted(by_beginning.values(), key=lambda group: -len(continuations[group[0]].tokens))
         found: list[Any] = [None] * len(continuations)
         tell, done = self.progress(what), 0
-        for some in _parts(groups, REQUESTS_AT_ONCE):
+        for first in range(0, len(groups), GROUPS_AT_ONCE):
+            some = groups[first : first + GROUPS_AT_ONCE]
             cropped = [[crop(continuations[i], length) for i in group] for group in some]
             scores = score(self.model, cropped, misses=misses, tokens_at_once=self.tokens_at_once)
             for group, of_group in zip(some, scores, strict=True):
@@ -244,18 +245,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
             stderr = float(error) if isinstance(error, int | float) and math.isfinite(error) else None
             found[name.removesuffix(",none")] = {"value": float(value), "stderr": stderr}
     return found
-
-
-def _parts(groups: Iterable[list[int]], size: int) -> Iterator[list[list[int]]]:
-    """Yield lists of groups with a total of `size` members, or a little more."""
-    part: list[list[int]] = []
-    for group in groups:
-        part.append(group)
-        if sum(map(len, part)) >= size:
-            yield part
-            part = []
-    if part:
-        yield part
 
 
 if __name__ == "__main__":
