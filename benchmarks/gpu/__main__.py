@@ -1,9 +1,10 @@
 """Measure a GPU, in as many minutes as are given; what is measured is written at once, and a second call goes on.
 
-    python -m benchmarks.gpu --minutes 9 --out FOLDER [--stages layer,step] [--data FOLDER] [--dry-run]
+    python -m benchmarks.gpu --minutes 9 --out FOLDER [--stages layer,step] [--retry] [--data FOLDER] [--dry-run]
 
-Each stage runs in a process of its own and writes FOLDER/STAGE.json after every case. A run that is cut off, by its
-time, by Ctrl-C or by the machine, is continued by the same command, at the case that is missing.
+Each stage runs in a process of its own, and FOLDER/results.json is written after every case. A run that is cut off, by
+its time, by Ctrl-C or by the machine, is continued by the same command, at the case that is missing. Cases that other
+code measured run again. What is worth keeping is in four files: results.json, SUMMARY.md, compile.md, training.tgz.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import concurrent.futures
 import shlex
 import sys
+import tarfile
 import time
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -20,13 +22,11 @@ from typing import NoReturn
 import torch
 
 from . import ROOT
-from .about import card, missing, torch_too_old
 from .compile import to_markdown
 from .conduct import clean_processes, conduct
-from .record import FAILURES, FORMAT, Record, only_one, read_json, write_json
-from .setting import Row, Setting
-from .stages import NEEDS_NO_CARD, STAGES
-from .summary import summarise
+from .record import FAILURES, Record, only_one, read, write
+from .setting import Setting, card, code, missing, torch_too_old
+from .stages import NEEDS_NO_CARD, STAGES, summarise
 
 TEXT = ("textbooks", "novels")  # of the folder that is looked for beside the checkout
 LAST_SECONDS = 12.0  # for ending the last stage, and for the summary
@@ -48,6 +48,7 @@ def main() -> int:
         with only_one(setting.out):
             context = clean_processes()
             same_machine(setting, stages, context)
+            reopened(setting, stages, arguments.retry)
             return measured(stages, setting, start + 60 * arguments.minutes - LAST_SECONDS, context)
     except (ValueError, OSError) as wrong:
         print(f"benchmarks.gpu: {' '.join(str(wrong).split())}", file=sys.stderr)
@@ -55,7 +56,7 @@ def main() -> int:
 
 
 def measured(stages: list[str], setting: Setting, end: float, context: BaseContext) -> int:
-    """Run the stages and tell what came of them; returns the exit code."""
+    """Run the stages and report what came of them; returns the exit code."""
     for line in missing():
         print(line)
     interrupted = False
@@ -70,6 +71,9 @@ def measured(stages: list[str], setting: Setting, end: float, context: BaseConte
     if compiled.measured():
         table = to_markdown(compiled.measured(), compiled.facts)
         (setting.out / "compile.md").write_text(table, encoding="utf-8")
+    if (setting.out / "training").is_dir():
+        with tarfile.open(setting.out / "training.tgz", "w:gz") as archive:
+            archive.add(setting.out / "training", "training", filter=without_weights)
     records = [Record(setting.out, stage) for stage in stages]
     if not all(record.complete for record in records):
         print(f"incomplete; to go on where it stopped: python -m benchmarks.gpu {shlex.join(sys.argv[1:])}")
@@ -78,14 +82,29 @@ def measured(stages: list[str], setting: Setting, end: float, context: BaseConte
     return int(any(record.count(status) for record in records for status in FAILURES))
 
 
+def without_weights(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Leave out of an archive of runs what makes it large and no page reads."""
+    return None if {"checkpoints", "tokens", "text"} & set(member.name.split("/")) else member
+
+
+def reopened(setting: Setting, stages: list[str], retry: bool) -> None:
+    """Forget what other code measured, and with `retry` what failed. Training goes on: its runs name their commits."""
+    for stage in stages:
+        record = Record(setting.out, stage)
+        code = record.facts.get("code", "") if stage == "training" else setting.code
+        if (line := record.reopen(code, retry)) is not None:
+            print(line)
+
+
 def parse() -> argparse.Namespace:
     parser = _Parser("python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything, the summary included")
     parser.add_argument("--out", type=Path, required=True, help="the folder to make, or to continue")
-    says = "\n".join(f"  {name:12} {entry.says}" for name, entry in STAGES.items())
-    parser.add_argument("--stages", help=f"some of these, as A,B; default: all\n{says}")
-    parser.add_argument("--data", help="text for training, as et train takes it; default: shared/data, else embedded")
-    parser.add_argument("--dry-run", action="store_true", help="every stage at toy sizes on this CPU: says nothing")
+    table = "\n".join(f"  {name:12} {entry.help}" for name, entry in STAGES.items())
+    parser.add_argument("--stages", help=f"some of these, as A,B; default: all\n{table}")
+    parser.add_argument("--retry", action="store_true", help="run cases again that failed or timed out")
+    parser.add_argument("--data", help="text for training, as for et train; default: shared/data, else embedded")
+    parser.add_argument("--dry-run", action="store_true", help="every stage at toy sizes on this CPU: proves no speed")
     return parser.parse_args()
 
 
@@ -112,7 +131,7 @@ def prepared(arguments: argparse.Namespace, stages: list[str]) -> Setting:
         raise ValueError(f"--data {data}: does not exist; name a file or folder of text, or leave it out")
     out.mkdir(parents=True, exist_ok=True)
     on_card = not set(stages) <= set(NEEDS_NO_CARD)
-    return Setting(out, arguments.dry_run, on_card and not arguments.dry_run, data)
+    return Setting(out, arguments.dry_run, on_card and not arguments.dry_run, data, code())
 
 
 def found_text() -> str:
@@ -125,18 +144,18 @@ def same_machine(setting: Setting, stages: list[str], context: BaseContext) -> N
     """Look at the card in another process, and enter it into the folder. Raises ValueError without a card, or if the
     folder holds another machine's results.
     """
-    here = {"format": FORMAT, **_looked_at(setting, context)}
-    path = setting.out / "machine.json"
-    before = read_json(path)
+    here = _looked_at(setting, context)
     if set(stages) <= set(NEEDS_NO_CARD):
         return
+    results = read(setting.out)
+    before = results["machine"]
     if before and before != here:
         what = ", ".join(f"{name} {before.get(name)}" for name in here if before.get(name) != here[name])
-        raise ValueError(f"--out {setting.out}: was begun with {what}; name another --out")
-    write_json(path, here)
+        raise ValueError(f"--out {setting.out}: was started with {what}; name another --out")
+    write(setting.out, results | {"machine": here})
 
 
-def _looked_at(setting: Setting, context: BaseContext) -> Row:
+def _looked_at(setting: Setting, context: BaseContext) -> dict[str, object]:
     if not setting.cuda:
         return card(setting.device)
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:

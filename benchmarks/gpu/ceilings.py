@@ -11,8 +11,6 @@ from bare import time_in_turn
 from .roof import peak, square
 from .setting import Case, Row, Setting
 
-FIELDS = ("ms", "rate", "unit")
-
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Yield the square products, the largest first, then the copy and the read."""

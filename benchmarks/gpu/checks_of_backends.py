@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils import deterministic
 
 from expert_threshold.moe import BACKENDS, Experts, MoE
 from expert_threshold.moe.backends import reference
@@ -30,8 +29,8 @@ def cases(setting: Setting) -> Iterator[Case]:
     """Yield backends, rules through backends, equal bits in two runs, rows alone and among others."""
     for name in NAMES:
         for dtype in TOLERANCE:
-            told = str(dtype).removeprefix("torch.")
-            yield Case(f"backend {name} {told}", lambda n=name, d=dtype: backend(n, d, setting), 15)
+            short = str(dtype).removeprefix("torch.")
+            yield Case(f"backend {name} {short}", lambda n=name, d=dtype: backend(n, d, setting), 15)
         yield Case(f"same bits twice {name}", lambda n=name: same_bits_twice(n, setting), 3)
         yield Case(f"rows alone {name}", lambda n=name: rows_alone(n, setting), 3)
     for name in NAMES:
@@ -90,9 +89,9 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 @contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Whatever torch.empty and its like return holds NaN."""
-    assert deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+def deterministic() -> Iterator[None]:
+    """Algorithms are deterministic where there are such; whatever torch.empty and its like return holds NaN."""
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -122,7 +121,7 @@ def backend(name: str, dtype: torch.dtype, setting: Setting) -> Row:
             exact = in_float64(given)
             # No rule asks for rows without a token.
             for padding in (19,) if interpreted else (0, 19) if len(given.x) else (0,):
-                with poisoned_memory():
+                with deterministic():
                     found = outputs_and_gradients(padded(name, padding), given)
                 for tensor, expected in exact.items():
                     off = error(found[tensor], expected)

@@ -18,7 +18,12 @@ from . import ROOT
 from .setting import Case, NotRunError, OutOfTimeError, Row, Setting
 
 WITHOUT_HOST = ("static", "triton")
-TESTS = ("tests/model/test_on_gpu.py", "tests/routing/test_radix.py", "tests/moe/test_triton.py")
+TESTS = (
+    "tests/model/test_on_gpu.py",
+    "tests/model/test_cross_entropy.py",
+    "tests/routing/test_radix.py",
+    "tests/moe/test_triton.py",
+)
 """Tests that are skipped, or interpreted, where there is no card."""
 
 

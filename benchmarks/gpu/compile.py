@@ -1,95 +1,277 @@
-"""Compile every Triton kernel for sm_80, sm_90 and sm_100 and report its resources; needs Triton but no card."""
+"""Compile every Triton kernel, as the package launches it, for GPUs that need not be here, and report its resources.
+
+Registers, stack and static shared memory are read off the machine code by `cuobjdump -res-usage`, which Triton brings;
+dynamic shared memory is in the compiler's metadata. The stack is local memory of each thread, where spilled registers
+go: 0 bytes say that nothing is spilled. Occupancy is theoretical, from NVIDIA's CUDA C++ Programming Guide, table
+"Technical Specifications per Compute Capability".
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
+import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
-from .compiler import MATRIX, PROCESSORS, RESOURCE_FIELDS, Launch, compiled, launches, resources, selections, tools
+import torch
+from torch import Tensor
+
+from expert_threshold.kernels.segments import Segments
+
 from .setting import Case, NotRunError, Row, Setting
 
-FIELDS = ("capability", "kernel", "tiles", *RESOURCE_FIELDS, "triton", "ptxas")
-Way = tuple[Launch, dict[str, int], dict[str, int]]
-SIZES = (4096, 8192)  # so wide that ptxas does not unroll the loops, which takes it long
+
+class Processor(NamedTuple):
+    """The resources of one multiprocessor: bytes of shared memory, in total and per block; warps and blocks."""
+
+    shared: int
+    of_block: int
+    warps: int
+    blocks: int
 
 
-def cases(setting: Setting) -> Iterator[Case]:
-    """Yield every launch of a layer and of selection for each GPU, in the tuner's first tiles, then in the others."""
-    try:
-        tools()
-    except NotRunError as reason:
-        why = str(reason)
-        yield Case("compile", lambda: refuse(why), 0)
-        return
-    for launch, tiles, options in ways(setting):
-        for capability in setting.pick(tuple(PROCESSORS), (90,)):
-            name = f"sm_{capability} {launch}{told(tiles, options)}"
-            call = partial(measure, launch, capability, tiles, options)
-            yield Case(name, call, 10)
+PROCESSORS = {
+    80: Processor(164 << 10, 163 << 10, 64, 32),
+    90: Processor(228 << 10, 227 << 10, 64, 32),
+    100: Processor(228 << 10, 227 << 10, 64, 32),
+}
+REGISTERS = 65_536
+REGISTERS_AT_ONCE = 256  # given to a warp in units of this
+RESERVED = 1 << 10  # bytes of shared memory that the system takes for each block
+MATRIX = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+"""The instruction that multiplies matrices, by compute capability, as PTX spells it."""
 
 
-def ways(setting: Setting) -> list[Way]:
-    """Return launches with tiles and options, the tuner's first choice first; in a dry run two that compile quickly."""
-    from expert_threshold.kernels.gpu.experts import CONFIGS
+class Launch(NamedTuple):
+    """A kernel with its arguments, on the meta device. is_product: the tuner chooses its tiles."""
 
-    every = {str(launch): launch for launch in [*launches(*SIZES, 16), *selections()]}.values()
-    if setting.dry:
-        return [(launch, {}, {}) for launch in every if launch.name in ("spread_gates", "sum_by_token")]
-    found: list[Way] = []
-    for number, config in enumerate(CONFIGS):
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        found += [(launch, dict(config.kwargs), options) for launch in every if launch.is_product]
-        if number == 0:
-            found += [(launch, {}, {}) for launch in every if not launch.is_product]
+    name: str
+    kernel: Any
+    arguments: tuple[Tensor | float | None, ...]
+    constants: dict[str, Any]
+    is_product: bool
+    options: dict[str, int] = {}  # noqa: RUF012  of the compiler, where tiles do not bring them
+
+    def __str__(self) -> str:
+        shown = {
+            key: self.constants[key]
+            for key in (
+                "d_in",
+                "d_left",
+                "out_in",
+                "epilogue",
+                "gathered",
+                "gather_left",
+                "gated",
+                "below",
+                "with_gradient",
+            )
+            if key in self.constants
+        }
+        return " ".join([self.name, *(f"{key}={value}" for key, value in shown.items() if value not in ("", False))])
+
+
+def launches(d_model: int, d_expert: int, experts: int, tokens: int = 256) -> list[Launch]:
+    """Return every launch of forward and backward of relu² experts in bfloat16, without launching any."""
+    from expert_threshold.kernels.gpu import experts as kernels
+
+    found: list[Launch] = []
+
+    def launch(kernel: Any, grid: Any, *arguments: Tensor | int | None, **constants: Any) -> None:
+        found.append(Launch(kernel.__name__, kernel, arguments, constants, is_product=False))
+
+    def launch_product(kernel: Any, grid: Any, *arguments: Tensor | int | None, **constants: Any) -> None:
+        more = {"tile_k": kernels.DEPTH, "upcast": False}
+        found.append(Launch(kernel.__name__, kernel, arguments, constants | more, is_product=True))
+
+    with torch.device("meta"), mock.patch.multiple(kernels, _launch=launch, _launch_product=launch_product):
+        x = torch.empty(tokens, d_model, dtype=torch.bfloat16)
+        up = torch.empty(experts, d_expert, d_model, dtype=torch.bfloat16)
+        down = torch.empty(experts, d_model, d_expert, dtype=torch.bfloat16)
+        gates = torch.empty(tokens, experts)
+        index = torch.empty(tokens, dtype=torch.int64)
+        of_token = torch.empty(tokens + 1, dtype=torch.int64)
+        packed = Segments(index, index, torch.empty(experts, dtype=torch.int32), index, of_token)
+        y, kept = kernels._forward(x, gates, packed, up, down)
+        kernels._backward(y, x, gates, packed, up, down, kept)
     return found
 
 
-def first_rows(capability: int) -> list[Row]:
-    """Compile every launch for one GPU in the tuner's first tiles. Raises NotRunError without the tools."""
-    tools()
-    setting = Setting(Path(), dry=False, cuda=False, data="")
-    first = ways(setting)[0]
-    return [measure(launch, capability, tiles, options) for launch, tiles, options in ways(setting)
-            if not tiles or (tiles, options) == first[1:]]  # fmt: skip
+def selections(tokens: int = 65_536, experts: int = 16, ks: int = 3) -> list[Launch]:
+    """Return the launches of the first and the last round of radix selection."""
+    from expert_threshold.routing import radix
+
+    found = []
+    with torch.device("meta"):
+        scores, counts = torch.empty(1, tokens, experts), torch.empty(1, dtype=torch.int32)
+        prefixes = torch.empty(1, dtype=torch.int64)
+    tile = {"tile_tokens": radix.TILE // experts, "tile_experts": experts}
+    for below, bits in (radix.SCORE_DIGITS[0], radix.INDEX_DIGITS[-1]):
+        digit = {"below": below, "bits": bits, "ks": ks, "copies": radix.MAX_COPIES}
+        sizes = (tokens, experts, tokens * experts, experts, 1)
+        found.append(
+            Launch("_count_digits", radix._count_digits, (scores, prefixes, counts, *sizes), digit | tile, False)
+        )
+        found.append(Launch("_take_digit", radix._take_digit, (counts, counts, prefixes), digit, False))
+    return [launch._replace(name=f"radix {launch.name}") for launch in found]
 
 
-def told(tiles: dict[str, int], options: dict[str, int]) -> str:
-    if not tiles:
-        return ""
-    return f" {tiles['tile_m']}x{tiles['tile_n']}, {options['num_warps']} warps, {options['num_stages']} stages"
+def losses(rows: int = 256, vocab: int = 65_536) -> list[Launch]:
+    """Return the launch of the head's loss, with its gradient and without."""
+    from expert_threshold.kernels.gpu import cross_entropy as kernels
+
+    with torch.device("meta"):
+        logits, wanted = torch.empty(rows, vocab, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
+        arguments = (logits, wanted, torch.empty(rows), vocab, 15.0)
+    constants = {"capped": True, "tile": kernels.TILE}
+    return [
+        Launch("softmax_slopes", kernels.softmax_slopes_of_row, arguments, constants | {"with_gradient": gradient},
+               is_product=False, options={"num_warps": kernels.WARPS})
+        for gradient in (True, False)
+    ]  # fmt: skip
+
+
+def compiled(launch: Launch, capability: int, tiles: dict[str, int], **options: int) -> Any:
+    """Compile a launch for a compute capability, 90 for 9.0; every tensor is taken to be aligned, as torch's are."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    constants = launch.constants | tiles
+    names = [name for name in launch.kernel.arg_names if name not in constants]
+    signature, aligned = dict.fromkeys(launch.kernel.arg_names, "constexpr"), {}
+    for name, value in zip(names, launch.arguments, strict=True):
+        if value is None:
+            constants[name] = None
+        elif isinstance(value, Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+            aligned[(launch.kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0:
+                aligned[(launch.kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+    by_place = {(launch.kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(launch.kernel, signature, by_place, aligned)
+    return compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True, **options})
+
+
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+
+
+def tools() -> Path:
+    """Return the folder of Triton's ptxas and cuobjdump. Raises NotRunError where they are absent."""
+    try:
+        import triton
+    except ImportError:
+        raise NotRunError("triton is not installed") from None
+    if triton.knobs.runtime.interpret:
+        raise NotRunError("triton was imported with TRITON_INTERPRET=1; this needs a process of its own")
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    if not all((folder / tool).exists() for tool in ("ptxas", "cuobjdump")):
+        raise NotRunError("this triton brings no ptxas or cuobjdump")
+    return folder
+
+
+def resources(result: Any, capability: int) -> Row:
+    """Return what a compiled kernel takes of a multiprocessor, and how many of its warps can be there at a time."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(result.asm["cubin"])
+        file.flush()
+        command = [tools() / "cuobjdump", "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", said)}
+    shared = max(usage["SHARED"], result.metadata.shared)
+    blocks = resident_blocks(usage["REG"], shared, result.metadata.num_warps, capability)
+    return {
+        "registers": usage["REG"],
+        "stack_bytes": usage["STACK"] + usage["LOCAL"],
+        "shared_bytes": shared,
+        "warps": result.metadata.num_warps,
+        "blocks_per_processor": blocks,
+        "occupancy": round(blocks * result.metadata.num_warps / PROCESSORS[capability].warps, 4),
+        "matrix_instructions": result.asm["ptx"].count(MATRIX[capability]),
+    }
+
+
+def resident_blocks(registers: int, shared: int, warps: int, capability: int) -> int:
+    """Return how many blocks fit a multiprocessor by registers, shared memory, warps and blocks; 0: none can run.
+
+    registers: of a thread. shared: bytes of a block.
+    """
+    processor = PROCESSORS[capability]
+    if shared > processor.of_block:
+        return 0
+    of_warp = -(-registers * 32 // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
+    by_registers = REGISTERS // of_warp // warps
+    return min(by_registers, processor.shared // (shared + RESERVED), processor.warps // warps, processor.blocks)
+
+
+Way = tuple[Launch, dict[str, int], dict[str, int]]
+SIZES = (4096, 8192)  # so wide that ptxas does not unroll the loops, which takes it long
+FINE = (1280, 160)  # widths of many narrow experts, no multiples of the tiles
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """Yield every launch for each GPU, products in the tuner's first tiles, then in the others."""
+    try:
+        tools()
+    except NotRunError as reason:
+        yield Case("compile", partial(refuse, str(reason)), 0)
+        return
+    for launch, tiles, options in ways(setting):
+        for capability in setting.pick(tuple(PROCESSORS), (90,)):
+            name = " ".join([f"sm_{capability}", str(launch), *shown(tiles, options)])
+            yield Case(name, partial(measure, launch, capability, tiles, options), 10)
 
 
 def refuse(why: str) -> Row:
     raise NotRunError(why)
 
 
+def ways(setting: Setting) -> list[Way]:
+    """Return launches with tiles and options, the tuner's first choice first; in a dry run two that compile quickly."""
+    from expert_threshold.kernels.gpu.experts import CONFIGS
+
+    every = {str(launch): launch for launch in [*launches(*SIZES, 16), *selections(), *losses()]}.values()
+    fine = [launch for launch in launches(*FINE, 64) if launch.is_product]
+    if setting.dry:
+        return [(launch, {}, {}) for launch in every if launch.name in ("spread_gates", "sum_by_token")]
+    found: list[Way] = []
+    for number, config in enumerate(CONFIGS):
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        products = [launch for launch in every if launch.is_product] + (fine if number == 0 else [])
+        found += [(launch, dict(config.kwargs), options) for launch in products]
+        if number == 0:
+            found += [(launch, {}, launch.options) for launch in every if not launch.is_product]
+    return found
+
+
+def first_rows(capability: int) -> list[Row]:
+    """Compile every launch for one GPU in the tuner's first tiles. Raises NotRunError without the tools."""
+    tools()
+    every = ways(Setting(Path(), dry=False, cuda=False, data="", code=""))
+    return [measure(way[0], capability, *way[1:]) for way in every if way[1:] == every[0][1:] or not way[1]]
+
+
+def shown(tiles: dict[str, int], options: dict[str, int]) -> list[str]:
+    if not tiles:
+        return []
+    return [f"{tiles['tile_m']}x{tiles['tile_n']}, {options['num_warps']} warps, {options['num_stages']} stages"]
+
+
 def measure(launch: Launch, capability: int, tiles: dict[str, int], options: dict[str, int]) -> Row:
     """Compile one launch for one GPU."""
-    row = resources(compiled(launch, capability, tiles, **options), capability)
-    sizes = {key: value for key, value in launch.constants.items() if isinstance(value, int)}
-    return {
-        "capability": capability,
-        "kernel": str(launch),
-        "constants": sizes,
-        "tiles": told(tiles, options).strip(),
-        **row,
-        "triton": importlib.metadata.version("triton"),
-        "ptxas": ptxas(capability),
-    }
-
-
-def ptxas(capability: int) -> str:
-    """Return the version of the assembler that Triton calls for a compute capability."""
-    name = "ptxas-blackwell" if capability >= 100 and (tools() / "ptxas-blackwell").exists() else "ptxas"
-    said = subprocess.run([tools() / name, "--version"], capture_output=True, text=True, check=True).stdout
-    return said.split("release ")[1].split(",")[0]
+    about = {"capability": capability, "kernel": str(launch), "tiles": "".join(shown(tiles, options))}
+    return about | resources(compiled(launch, capability, tiles, **options), capability)
 
 
 def lines(rows: dict[str, Row]) -> list[str]:
-    """Return, for each GPU, how many kernels spill or cannot run, and the lowest occupancy."""
+    """Return, for each GPU, how many kernels spill or cannot run."""
     found = []
     for capability in PROCESSORS:
         of_gpu = [row for row in rows.values() if row["capability"] == capability]
@@ -106,10 +288,7 @@ def lines(rows: dict[str, Row]) -> list[str]:
 
 def to_markdown(rows: dict[str, Row], facts: Row) -> str:
     """Return a table of all rows, under a line about what made them."""
-    assemblers = sorted({row["ptxas"] for row in rows.values()})
-    origin = f"Triton {facts['triton']}, ptxas {' and '.join(assemblers)}, torch {facts['torch']}; commit "
-    origin += f"{facts['commit']}, {facts['date']}; no card."
-    names = ("capability", "kernel", "tiles", *RESOURCE_FIELDS)
-    body = [[str(row[name]) for name in names] for row in rows.values()]
-    table = [names, ["---"] * len(names), *body]
+    origin = f"Triton {facts['triton']}, torch {facts['torch']}; commit {facts['commit']}, {facts['date']}; no card."
+    names = [name for name in next(iter(rows.values())) if name not in ("status", "seconds")]
+    table = [names, ["---"] * len(names), *([str(row[name]) for name in names] for row in rows.values())]
     return f"# Triton's kernels by the compiler\n\n{origin}\n\n" + "".join(f"| {' | '.join(c)} |\n" for c in table)

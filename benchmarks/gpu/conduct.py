@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.context import BaseContext
 
+import torch
+
 from .record import Record
-from .setting import Setting
-from .stages import STAGES
-from .worker import LOST_DEVICE, work
+from .setting import Case, NotRunError, OutOfTimeError, Row, Setting, facts
+from .stages import STAGES, module_of
 
 GRACE = 20.0
 """Seconds beyond its share that a stage may take to end the case that it is at; then it is stopped."""
 PATIENCE = 8.0
-"""Seconds that a process has to end after it was told to."""
+"""Seconds that a process has to end after SIGTERM."""
 LEAST = 8.0
-"""Seconds without which no stage is begun."""
+"""Seconds without which no stage is started."""
 RESTARTS = 8
 """Number of times a stage is restarted after its process dies."""
+LOST_DEVICE = 75
+"""Exit code after an error that leaves CUDA unusable in this process; the cases that follow need a new one."""
+BROKEN = ("CUDA error", "illegal memory access", "device-side assert", "unspecified launch failure")
 
 
 def clean_processes() -> BaseContext:
     """Return a way to start processes that have torch imported and CUDA untouched, in a tenth of a second each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.gpu.worker"])
+    context.set_forkserver_preload(["benchmarks.gpu.conduct"])
     return context
 
 
@@ -45,7 +52,7 @@ def conduct(stages: Sequence[str], setting: Setting, end: float, context: BaseCo
             print(f"no time is left for {', '.join(todo[number:])}")
             return
         share = STAGES[stage].share / sum(STAGES[other].share for other in todo[number:])
-        print(f"{stage} ({number + 1} of {len(todo)}, {left / 60:.1f} min left in all): {STAGES[stage].says}")
+        print(f"{stage} ({number + 1} of {len(todo)}, {left / 60:.1f} min left in all): {STAGES[stage].help}")
         deadline = time.monotonic() + left * share
         _run_stage(stage, setting._replace(deadline=deadline), min(deadline + GRACE, end), context)
 
@@ -84,7 +91,55 @@ def _ignoring_interrupts(start: Callable[[], None]) -> None:
 
 def _stop(process: multiprocessing.process.BaseProcess) -> None:
     """End a process that still runs: by SIGTERM, on which a training run saves, then by SIGKILL."""
-    for tell in (process.terminate, process.kill):
+    for end in (process.terminate, process.kill):
         if process.is_alive():
-            tell()
+            end()
             process.join(PATIENCE)
+
+
+# In the process of one stage.
+
+
+def work(stage: str, setting: Setting) -> None:
+    """Run the cases of a stage that are not recorded yet, until its time is up."""
+    if setting.dry or stage == "compile":
+        interpreted = STAGES[stage].interpreted and "triton" not in sys.modules
+        os.environ["TRITON_INTERPRET"] = "1" if interpreted else "0"
+    # For determinism; read when cuBLAS starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as in training
+    record = Record(setting.out, stage)
+    record.facts = facts(setting)
+    record.write()
+    for case in module_of(stage).cases(setting):
+        if record.is_done(case.name):
+            continue
+        if setting.left < (0 if setting.dry else case.seconds):
+            record.put(case.name, "not run", {"reason": "its time was up"})
+            continue
+        run_case(record, case, setting)
+    record.end()
+
+
+def run_case(record: Record, case: Case, setting: Setting) -> None:
+    """Run one case and record its row, or why there is none."""
+    record.start(case.name)
+    start = time.perf_counter()
+    row: Row
+    try:
+        status, row = "measured", case.run()
+    except OutOfTimeError as reason:
+        status, row = "not run", {"reason": str(reason)}
+    except NotRunError as reason:
+        status, row = "unavailable", {"reason": str(reason)}
+    except Exception as failure:  # of whatever kind: the others go on
+        text = " ".join(str(failure).split())[:300]
+        status = "failed"
+        row = {"reason": f"{type(failure).__name__}: {text}", "traceback": traceback.format_exc().splitlines()[-12:]}
+    taken = round(time.perf_counter() - start, 3)
+    record.put(case.name, status, {"seconds": taken, **row})
+    left = "" if setting.dry else f"{max(setting.left, 0):4.0f} s left  "
+    reason_line = f": {row['reason']}" if "reason" in row else ""
+    print(f"  {left}{case.name}: {status}, {taken:.1f} s{reason_line}", flush=True)
+    if status == "failed" and not setting.dry and any(words in row["reason"] for words in BROKEN):
+        sys.exit(LOST_DEVICE)

@@ -18,10 +18,6 @@ from .roof import rates, under_roof
 from .setting import Case, Row, Setting
 from .whole import RULES, config_of, random_model
 
-FIELDS = (
-    "rule", "sequences", "step_ms", "tokens_per_second", "active_bytes", "experts_read", "floor_ms", "over_floor",
-    "read_gb_per_second",
-)  # fmt: skip
 PROMPT = 16
 
 

@@ -9,21 +9,20 @@ as many more of them. FLOPs are 2 · matrices · d_model · width of every row i
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
 
 import torch
 from peers_contestants import Case as Contest
 from peers_contestants import Shape, contestants
 from peers_measure import measure
 
-from .setting import Case, Row, Setting
-from .tuning import are_tuned, tune
+from .compile import launches
+from .setting import Case, NotRunError, Row, Setting
 
-FIELDS = ("d_model", "width", "experts", "experts_per_token", "tokens", "contestants")
-TIMED = (
-    "ms", "forward_ms", "tflops", "share_of_product", "forward_share_of_product", "kept_bytes", "ratio_to_dense",
-)  # fmt: skip
-"""The fields of a row whose status is "timed"."""
 FANOUTS = (1, 8, 2)
 LEFT_OUT = ("plain loop", "transformers batched_mm", "ours cpu", "ours reference")  # slow, or not for a GPU
 DRY = ("dense", "dense (ours)", "plain grouped_mm", "ours grouped", "ours static")
@@ -62,8 +61,58 @@ def shapes(setting: Setting) -> list[Shape]:
 
 
 def tiles(shape: Shape, setting: Setting) -> Row:
-    """Choose tiles for a shape; they do not depend on the number of experts."""
-    return row_of(shape) | tune(shape.d_model, shape.width, shape.experts, setting)
+    """Let Triton's tuner choose tiles for a shape; they do not depend on the number of experts.
+
+    The compiler is what takes long, so the candidates are compiled in many processes first, into Triton's cache on
+    disk, where the tuner's choice is kept as well. Raises NotRunError without a card or without Triton.
+    """
+    if not setting.cuda:
+        raise NotRunError("needs a card: tiles are chosen by time")
+    try:
+        from expert_threshold.kernels.gpu import experts as kernels
+    except ImportError:
+        raise NotRunError("triton is not installed") from None
+    sizes = shape.d_model, shape.width, shape.experts
+    compiled = compile_ahead(sizes, setting)
+    kernels._tune(torch.Size((shape.experts, shape.width, shape.d_model)), shape.width, setting.dtype, setting.device)
+    found = [
+        {"kernel": kernel.__name__, **dict(zip(tuner.keys, key, strict=False)), "tiles": str(config)}
+        for kernel, tuner in kernels.TUNED.items()
+        for key, config in tuner.cache.items()
+    ]
+    return row_of(shape) | {"compiled_ahead": compiled, "tiles": found}
+
+
+def compile_ahead(sizes: tuple[int, int, int], setting: Setting) -> int:
+    """Compile every product of a shape in every tile, in as many processes as there are cores; return how many.
+
+    What does not compile, or not in the time left, is left to the tuner.
+    """
+    from expert_threshold.kernels.gpu.experts import CONFIGS
+
+    count = sum(launch.is_product for launch in launches(*sizes))
+    work = [(sizes, place, way) for way in range(len(CONFIGS)) for place in range(count)]
+    context = multiprocessing.get_context("spawn")
+    done = 0
+    with ProcessPoolExecutor(max(min(os.cpu_count() or 1, len(work), 16), 1), mp_context=context) as pool:
+        futures = [pool.submit(compile_one, *each) for each in work]
+        try:
+            for future in as_completed(futures, timeout=max(setting.left - 10, 1)):
+                done += future.exception() is None
+        except TimeoutError:
+            for future in futures:
+                future.cancel()
+    return done
+
+
+def compile_one(sizes: tuple[int, int, int], place: int, way: int) -> None:
+    """Compile one product in one tile as a launch on this machine's card would, which leaves it in Triton's cache."""
+    from expert_threshold.kernels.gpu.experts import CONFIGS
+
+    launch = [each for each in launches(*sizes) if each.is_product][place]
+    config: Any = CONFIGS[way]
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants, **config.kwargs, **options)
 
 
 def row_of(shape: Shape) -> Row:
@@ -76,8 +125,6 @@ def race(shape: Shape, setting: Setting) -> Row:
     if setting.cuda:
         torch.cuda.empty_cache()
     names = [name for name in contestants() if name not in LEFT_OUT and (not setting.dry or name in DRY)]
-    if setting.cuda and not are_tuned(shape.d_model, shape.width, setting):
-        names.remove("ours triton")
     case = Contest(shape, setting.dtype, setting.device)
     rows = measure(
         case,
@@ -87,13 +134,13 @@ def race(shape: Shape, setting: Setting) -> Row:
         setting.pick(PATIENCE, float("inf")),
         setting.pick(None, (64, 2**16)),
     )
-    told = set(row_of(shape)) | {"benchmark", "shape", "fanout"}
-    return row_of(shape) | {"contestants": [{k: v for k, v in row.items() if k not in told} for row in rows]}
+    known = set(row_of(shape)) | {"benchmark", "shape", "fanout"}
+    return row_of(shape) | {"contestants": [{k: v for k, v in row.items() if k not in known} for row in rows]}
 
 
 def lines(rows: dict[str, Row]) -> list[str]:
     """Return, for each shape and fanout, the best of ours, of dense and of others, forward with backward."""
-    told: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for name, row in rows.items():
         timed = sorted((c for c in row["contestants"] if c["status"] == "timed"), key=lambda c: -c["tflops"])
         of = {kind: next((c for c in timed if c["contestant"].startswith(kind)), None) for kind in ("ours", "dense")}
@@ -102,5 +149,5 @@ def lines(rows: dict[str, Row]) -> list[str]:
         wrong = [c["contestant"] for c in row["contestants"] if c["status"] == "wrong"]
         if timed or wrong:
             shape, _, fanout = name.partition(" ")
-            told.setdefault(shape, []).append(f"{fanout} {best}" + (f" WRONG: {', '.join(wrong)}" if wrong else ""))
-    return [f"{shape}, TFLOP/s (share of the product): {'; '.join(fanouts)}" for shape, fanouts in told.items()]
+            found.setdefault(shape, []).append(f"{fanout} {best}" + (f" WRONG: {', '.join(wrong)}" if wrong else ""))
+    return [f"{shape}, TFLOP/s (share of the product): {'; '.join(fanouts)}" for shape, fanouts in found.items()]

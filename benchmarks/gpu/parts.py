@@ -1,8 +1,13 @@
-"""Parts of a step, each beside the least time that its FLOPs and its bytes need at the rates measured beside it."""
+"""Parts of a step, each beside the least time that its FLOPs and its bytes need at the rates measured beside it.
+
+FLOPs and bytes are counted from shapes: each input is read once, each output written once. Nothing that an
+implementation keeps or computes again counts, so these are the least that any could do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +19,13 @@ from expert_threshold.optim import OptimConfig, make_optimizers
 from expert_threshold.routing import Rule, kth_largest
 from expert_threshold.routing.selection import _kth_largest_by_sorting, runs_on_kernels
 
-from .roof import FLOOR_FIELDS, Work, beside_floor, captured, under_roof
+from .roof import Work, beside_floor, captured, under_roof
 from .setting import Case, Row, Setting
 from .whole import RULES, config_of
-from .work import of_adamw, of_attention, of_cross_entropy, of_muon, of_rule, of_selection
 
-FIELDS = FLOOR_FIELDS
 D_MODELS = {"d20": 1280, "d12": 768}
 HEAD_DIM = 128
+FLOAT, HALF = 4, 2  # bytes of float32, of bfloat16
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -85,15 +89,53 @@ def rule_call(rule: Rule, batch: int, time: int, setting: Setting) -> tuple[obje
 
 
 def cross_entropy(tokens: int, words: int, d_model: int, setting: Setting) -> Row:
-    """The head's loss with the gradients of its input and its weights."""
+    """The head's loss with the gradients of its input and its weights, beside other packages'."""
     x = torch.randn(tokens, d_model, device=setting.device, dtype=setting.dtype, requires_grad=True)
     weight = (torch.randn(words, d_model, device=setting.device) * d_model**-0.5).requires_grad_()
     targets = torch.randint(words, (tokens,), device=setting.device)
 
     def call() -> None:
-        torch.autograd.grad(linear_cross_entropy(x, weight, targets, 15.0).mean, (x, weight))
+        torch.autograd.grad(linear_cross_entropy(x, weight, targets, SOFTCAP).mean, (x, weight))
 
-    return timed(call, of_cross_entropy(tokens, words, d_model), setting)
+    calls: dict[str, Callable[[], object]] = {}
+    found: Row = {}
+    for name, loss in HEADS.items():
+        peer = functools.partial(gradients_of, loss, x, weight, targets)
+        try:
+            peers = peer()
+        except Exception as failure:  # absent, or no kernel for this device
+            found[f"{name}_reason"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+            continue
+        ours = linear_cross_entropy(x, weight, targets, SOFTCAP).mean
+        mine = [ours, *torch.autograd.grad(ours, (x, weight))]
+        found[f"{name}_error"] = max(float((a - b).norm() / b.norm()) for a, b in zip(peers, mine, strict=True))
+        del peers, mine
+        calls[name] = peer
+    return timed(call, of_cross_entropy(tokens, words, d_model), setting, **calls) | found
+
+
+def gradients_of(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """Return a mean loss and the gradients; the head is cast to the dtype of x, as ours is."""
+    value = loss(x, weight.to(x.dtype), targets)
+    return value.detach(), *torch.autograd.grad(value, (x, weight))
+
+
+def _cut(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    value: Tensor = linear_cross_entropy(x, weight, targets, softcap=SOFTCAP)
+    return value
+
+
+def _liger(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    value: Tensor = liger_fused_linear_cross_entropy(x, weight, targets, softcap=SOFTCAP, accum_dtype=torch.float32)
+    return value
+
+
+HEADS = {"cut": _cut, "liger": _liger}
+SOFTCAP = 15.0
 
 
 def attention(shape: tuple[int, int, int, int], setting: Setting) -> Row:
@@ -121,11 +163,61 @@ def optimizer(preset: str, kind: str, setting: Setting) -> Row:
     return timed(lambda: optimizers.step(0, 100), work, setting)
 
 
+def newton_schulz_flops(parameter: Tensor, steps: int) -> int:
+    """Operations of the products: X Xᵀ, its square, and the polynomial times X, from the smaller side."""
+    small, large = sorted(parameter.shape[-2:])
+    matrices = parameter.numel() // (small * large)
+    return matrices * steps * (2 * small**2 * large + 2 * small**3 + 2 * small**2 * large)
+
+
+def of_selection(tokens: int, experts: int) -> Work:
+    """Finding the k-th largest score: every float32 score is read. Comparisons do not count."""
+    return Work(0, FLOAT * tokens * experts)
+
+
+def of_rule(tokens: int, experts: int) -> Work:
+    """A rule's forward and backward: scores in, gates and the assignment out, the gates' gradients in, the scores'
+    out.
+    """
+    return Work(0, (4 * FLOAT + 1) * tokens * experts)
+
+
+def of_cross_entropy(tokens: int, vocabulary: int, d_model: int) -> Work:
+    """The head's loss with its gradients: the products x Wᵀ, dx and dW, of 2 · tokens · words · d_model each.
+
+    x and its gradient are bfloat16, the head and its gradient float32; logits need not leave the chip.
+    """
+    flops = 3 * 2 * tokens * vocabulary * d_model
+    return Work(flops, 2 * HALF * tokens * d_model + 2 * FLOAT * vocabulary * d_model)
+
+
+def of_attention(batch: int, heads: int, time: int, head_dim: int) -> Work:
+    """Causal attention with its gradients: 2 products in forward and 4 in backward, each of 2 · head_dim for every
+    query and each of the (time + 1) / 2 keys that it meets on average, as `flops_per_token` counts.
+
+    q, k, v and the output in bfloat16, once in forward; in backward these four again, the output's gradient and three.
+    """
+    pairs = batch * heads * time * (time + 1) / 2
+    return Work(6 * 2 * head_dim * pairs, (4 + 8) * HALF * batch * heads * time * head_dim)
+
+
+def of_muon(parameters: Iterable[Tensor], steps: int) -> Work:
+    """Muon's step: Newton-Schulz's products, `newton_schulz_flops`; gradient in, momentum and weight in and out."""
+    every = list(parameters)
+    flops = sum(newton_schulz_flops(parameter, steps) for parameter in every)
+    return Work(flops, 5 * FLOAT * sum(parameter.numel() for parameter in every))
+
+
+def of_adamw(parameters: Iterable[Tensor]) -> Work:
+    """AdamW's step: gradient in, weight and two moments in and out."""
+    return Work(0, 7 * FLOAT * sum(parameter.numel() for parameter in parameters))
+
+
 def lines(rows: dict[str, Row]) -> list[str]:
     """Return each part's time and how many times its floor that is."""
     kinds: dict[str, list[str]] = {}
     for name, row in rows.items():
         kind, _, which = name.partition(" ")
-        sorting = f", sorting {row['sort_ms']:.3g}" if "sort_ms" in row else ""
-        kinds.setdefault(kind, []).append(f"{which} {row['ms']:.3g} ms ({row['over_floor']:.3g} ×{sorting})")
-    return [f"{kind} (× its floor): {'; '.join(told)}" for kind, told in kinds.items()]
+        others = "".join(f", {other} {row[f'{other}_ms']:.3g}" for other in ("sort", *HEADS) if f"{other}_ms" in row)
+        kinds.setdefault(kind, []).append(f"{which} {row['ms']:.3g} ms ({row['over_floor']:.3g} ×{others})")
+    return [f"{kind} (× its floor): {'; '.join(parts)}" for kind, parts in kinds.items()]

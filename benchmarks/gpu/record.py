@@ -1,4 +1,4 @@
-"""A stage's JSON: one entry for each case, written whole and atomically as each case ends."""
+"""FOLDER/results.json: the machine, and one entry for each case of each stage, written whole as each case ends."""
 
 from __future__ import annotations
 
@@ -8,30 +8,21 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from .setting import Row
 
-FORMAT = "expert-threshold gpu benchmark 1"
+FILE = "results.json"
+FORMAT = "expert-threshold gpu benchmark 2"
 FAILURES = ("failed", "timed out")
 DONE = ("measured", *FAILURES, "unavailable")
-"""The statuses of cases that a resumed run leaves alone; one more, "not run", is for lack of time."""
+"""The statuses of cases that a later run leaves alone; one more, "not run", is for lack of time."""
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace a file by `value`; readers see the old or the new one, whole."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def read_json(path: Path) -> Row:
-    """Return the object in a file; an empty one if it is absent. Raises ValueError, with the remedy, for any other."""
+def read(folder: Path) -> Row:
+    """Return the content of the file; nothing if it is absent. Raises ValueError, with the remedy, for any other."""
+    path = folder / FILE
     if not path.exists():
-        return {}
+        return {"format": FORMAT, "machine": None, "stages": {}}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -39,6 +30,16 @@ def read_json(path: Path) -> Row:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ValueError(f"{path}: not written by this benchmark, or damaged; remove it, or name another --out")
     return value
+
+
+def write(folder: Path, value: Row) -> None:
+    """Replace the file; readers see the old or the new one, whole."""
+    temporary = folder / f".tmp-{FILE}"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / FILE)
 
 
 @contextmanager
@@ -53,26 +54,39 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 class Record:
-    """The results of one stage in FOLDER/STAGE.json.
+    """The results of one stage.
 
     `cases` maps names to rows, each with a `status`: "measured"; "failed", "timed out" (stopped after its stage's time)
-    or "unavailable", with a `reason`; "not run" for lack of time. `running` names the case that was begun and has not
+    or "unavailable", with a `reason`; "not run" for lack of time. `running` names the case that was started and has not
     ended. `complete` says that nothing is left.
     """
 
     def __init__(self, folder: Path, stage: str) -> None:
-        self.path = folder / f"{stage}.json"
-        before = read_json(self.path)
-        self.stage = stage
+        self.folder, self.stage = folder, stage
+        before = read(folder)["stages"].get(stage, {})
+        self.exists = bool(before)
         self.facts: Row = before.get("facts", {})
         self.cases: dict[str, Row] = before.get("cases", {})
         self.running: str | None = before.get("running")
         self.complete: bool = before.get("complete", False)
 
+    def reopen(self, code: str, retry: bool) -> str | None:
+        """Forget what other code measured, and with `retry` what failed; return a line about it, None if nothing."""
+        old = self.facts.get("code")
+        again = [n for n, row in self.cases.items() if old != code or (retry and row["status"] in FAILURES)]
+        if not again:
+            return None
+        for name in again:
+            del self.cases[name]
+        self.complete = False
+        self.write()
+        why = f"measured code {old}, and this is {code}" if old != code else "failed"
+        return f"{self.stage}: {len(again)} cases {why}; they run again"
+
     def is_done(self, case: str) -> bool:
         return self.cases.get(case, {}).get("status") in DONE
 
-    def begin(self, case: str) -> None:
+    def start(self, case: str) -> None:
         self.running = case
         self.write()
 
@@ -95,5 +109,6 @@ class Record:
         return {name: row for name, row in self.cases.items() if row["status"] == "measured"}
 
     def write(self) -> None:
-        names = ("stage", "complete", "running", "facts", "cases")
-        write_json(self.path, {"format": FORMAT} | {name: getattr(self, name) for name in names})
+        value = read(self.folder)
+        value["stages"][self.stage] = {name: getattr(self, name) for name in ("complete", "running", "facts", "cases")}
+        write(self.folder, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
@@ -75,9 +76,6 @@ def beside_floor(seconds: float, work: Work, roof: Roof) -> Row:
     }
 
 
-FLOOR_FIELDS = ("ms", "flops", "bytes", "floor_ms", "over_floor", "bound_by", "product_tflops", "copy_gb_per_second")
-
-
 def rates(roof: Roof) -> Row:
     return {
         "product_tflops": float(f"{roof.flops / 1e12:.5g}"),
@@ -106,6 +104,8 @@ def captured(call: Callable[[], object], setting: Setting, warmup: int = 3) -> C
         for _ in range(warmup):
             call()
     torch.cuda.current_stream().wait_stream(stream)
+    gc.collect()
+    torch.cuda.empty_cache()  # a capture has memory of its own, and cannot use what is cached
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()

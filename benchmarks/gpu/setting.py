@@ -1,21 +1,48 @@
-"""The setting of a stage: the device, the sizes of this run, and its deadline."""
+"""The setting of a stage: the machine, the code, the sizes of this run, and its deadline."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bare import origin
+
+from . import ROOT
 
 Row = dict[str, Any]
+OLDEST_TORCH = (2, 11)
+CORE = "correctness; parts; step; training"
+# What is lost without each package, by the name that it is imported by.
+PACKAGES = {
+    "rich": "correctness: resume; parts; step; training; decoding",
+    "rustbpe": "correctness: resume; training",
+    "tiktoken": f"{CORE}; decoding",
+    "pyarrow": f"{CORE}; decoding",
+    "safetensors": CORE,
+    "triton": "our Triton kernels, radix selection, compiling on a GPU, the compile stage",
+    "pytest": "correctness: the tests for a GPU",
+    "hypothesis": "correctness: the tests for a GPU",
+    "transformers": "layer: its experts as peers",
+    "scattermoe": "layer: ScatterMoE as a peer",
+    "megablocks": "layer: MegaBlocks as a peer",
+    "sonicmoe": "layer: SonicMoE as a peer",
+    "cut_cross_entropy": "parts: cut-cross-entropy as a peer of the head",
+    "liger_kernel": "parts: Liger as a peer of the head",
+}
 
 
 class Case(NamedTuple):
     """One thing to measure or to check. run() returns its row and raises whatever goes wrong.
 
-    seconds: about how long it takes on a GPU; a case is not begun with less time than that left.
+    seconds: about how long it takes on a GPU; a case is not started with less time than that left.
     """
 
     name: str
@@ -37,7 +64,8 @@ class Setting(NamedTuple):
     out: Path
     dry: bool  # toy sizes
     cuda: bool  # False on the CPU
-    data: str  # the text to train on, as `et train --data` takes it
+    data: str  # the text to train on, as `et train` accepts it
+    code: str  # the hash of what is measured
     deadline: float = float("inf")
 
     @property
@@ -57,3 +85,49 @@ class Setting(NamedTuple):
     def pick(self, on_gpu: Any, dry: Any) -> Any:
         """Return the size for a GPU or the toy one."""
         return dry if self.dry else on_gpu
+
+
+def missing() -> list[str]:
+    """Return a line for each package that is not installed."""
+    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    return [f"missing: {name}; without it: {PACKAGES[name]}" for name in absent]
+
+
+def torch_too_old() -> str | None:
+    """Return a line if this torch is older than the package needs, else None."""
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found is None or tuple(map(int, found.groups())) >= OLDEST_TORCH:
+        return None
+    return f"torch {torch.__version__} is too old; install torch>={'.'.join(map(str, OLDEST_TORCH))}"
+
+
+def card(device: torch.device) -> Row:
+    """Return what must be the same in a run that goes on. Sets CUDA up in this process unless on a CPU.
+
+    Two cards of one name are the same, though their bytes of memory differ by host.
+    """
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else None
+    return {"device": device.type, "gpu": name, "torch": torch.__version__, "cuda": torch.version.cuda}
+
+
+def code() -> str:
+    """Return a hash of the code that is measured, of a checkout without Git, too."""
+    hashed = hashlib.sha256()
+    files = [path for folder in ("src", "benchmarks") for path in sorted((ROOT / folder).rglob("*"))]
+    for path in files:
+        if path.suffix in (".py", ".cpp", ".h"):
+            hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:12]
+
+
+def facts(setting: Setting) -> Row:
+    """Return the card, the versions, the code, the commit and the date, for a stage's record."""
+    versions: Row = {}
+    for name in ("triton", "transformers", "numpy"):
+        versions[name] = importlib.metadata.version(name) if importlib.util.find_spec(name) else None
+    about = {"python": platform.python_version(), "code": setting.code}
+    if setting.cuda:
+        properties = torch.cuda.get_device_properties(setting.device)
+        about |= {"memory": properties.total_memory, "processors": properties.multi_processor_count}
+    return card(setting.device) | versions | about | origin()

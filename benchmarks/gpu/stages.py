@@ -1,34 +1,33 @@
-"""The table of stages, in the order of what is worth most."""
+"""The table of stages, in the order of what is worth most, and the summary of what they found."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from .record import DONE, FAILURES, Record
 from .setting import Case, Row, Setting
+
+SHOWN = 3  # failures shown of each stage; results.json has all
 
 
 class Stage(Protocol):
-    """A module of this package that measures one thing.
-
-    FIELDS: what every measured case's row has. `lines` tells the stage on the summary's screen.
-    """
-
-    FIELDS: tuple[str, ...]
+    """A module of this package that measures one thing."""
 
     def cases(self, setting: Setting) -> Iterable[Case]:
         """Yield the cases in the order of what is worth most."""
 
     def lines(self, rows: dict[str, Row]) -> list[str]:
-        """Return a few lines about the measured cases."""
+        """Return a few lines about the measured cases, for the summary."""
 
 
 class Entry(NamedTuple):
-    """share: of the time, beside the other stages that are still to run. says: what the stage tells, in one line."""
+    """share: of the time, beside the other stages that are still to run. help: what the stage finds, in one line."""
 
     share: float
-    says: str
+    help: str
     interpreted: bool = True  # in a dry run Triton's kernels run in its interpreter
 
 
@@ -37,7 +36,7 @@ STAGES = {
     "correctness": Entry(2.0, "every rule and backend against float64, graphs, compiling, decoding, resuming"),
     "layer": Entry(2.2, "the layer of experts beside dense, plain PyTorch and peers; tiles are tuned"),
     "parts": Entry(0.6, "selection, rules, cross-entropy, Muon and attention beside their floors"),
-    "step": Entry(1.6, "a whole step of d12 and d20: tokens/s and MFU, eager, compiled, captured"),
+    "step": Entry(1.6, "a whole step of d12 and d20 by dispatch: tokens/s and MFU, eager, captured, compiled"),
     "training": Entry(2.0, "small runs of every method with the same seeds"),
     "decoding": Entry(0.5, "one sequence and 64, beside reading the active weights once"),
     "compile": Entry(0.5, "registers, spills and occupancy for sm_80, sm_90, sm_100; needs no card", interpreted=False),
@@ -49,3 +48,34 @@ def module_of(stage: str) -> Stage:
     """Import a stage, in the process that runs it."""
     module: Stage = importlib.import_module(f".{stage}", __package__)  # type: ignore[assignment]
     return module
+
+
+def summarise(folder: Path) -> str:
+    """Return the summary of a folder as Markdown, of one screen."""
+    found = [record for stage in STAGES if (record := Record(folder, stage)).exists]
+    if not found:
+        return "Nothing was measured."
+    facts = found[0].facts
+    where = facts["gpu"] or "CPU, toy sizes: these numbers mean nothing"
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "cuda", "triton") if facts.get(name))
+    origin = f"commit {str(facts['commit'])[:9]}, {facts['date']}"
+    return (
+        "\n".join([f"# {where}", "", f"{versions}; {origin}", *(line for r in found for line in about(r, facts))])
+        + "\n"
+    )
+
+
+def about(record: Record, first: Row) -> list[str]:
+    """Return a stage's lines: its counts, its numbers, its first failures."""
+    counts = ", ".join(f"{n} {status}" for status in (*DONE, "not run") if (n := record.count(status)))
+    other = "" if record.facts["code"] == first["code"] else f"; by other code, commit {record.facts['commit']}"
+    unfinished = other if record.complete else f"{other}; incomplete"
+    failures = [
+        f"{row['status'].upper()} {name}: {row['reason']}"
+        for name, row in record.cases.items()
+        if row["status"] in FAILURES
+    ]
+    more = [f"… and {len(failures) - SHOWN} more failures"] if len(failures) > SHOWN else []
+    rows = record.measured()
+    lines = [*(module_of(record.stage).lines(rows) if rows else []), *failures[:SHOWN], *more]
+    return ["", f"## {record.stage}: {counts or 'nothing'}{unfinished}", "", *(f"- {line}" for line in lines)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import statistics
 import threading
@@ -15,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .setting import Case, NotRunError, OutOfTimeError, Row, Setting
-from .toy import toy_shards
 
-FIELDS = ("method", "seed", "steps", "tokens", "loss", "bits_per_byte", "tokens_per_second", "folder")
 PRESET = "d6"
 TOKENS = 400 * 128 * 1024  # of d6's steps: 52 million
 SEEDS = 3
@@ -34,6 +33,22 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "token_choice_loss_free": ("token_choice", {"balance": "loss_free"}),
 }
 """Rules with their options by the method's name, in the order of what is worth most."""
+
+
+WORDS = ("the", "model", "reads", "text", "and", "learns", "which", "expert", "is", "to", "see", "what", "token")
+
+
+def toy_shards(folder: Path, documents: int = 60) -> Path:
+    """Write two Parquet shards of short documents, the second for validation; returns their folder."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    chance = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(2):
+        texts = [" ".join(chance.choices(WORDS, k=chance.randint(5, 60))) for _ in range(documents)]
+        pq.write_table(pa.table({"text": texts}), folder / f"shard_{shard:05}.parquet")
+    return folder
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -86,7 +101,7 @@ def tokenized(setting: Setting) -> Row:
     about = {"corpus": corpus.hash, "sizes": {split: list(size) for split, size in corpus.sizes.items()}}
     splits = {split: corpus.parts(split, tokenizer) for split in corpus.sizes}
     write_tokens(place(setting) / "tokens", splits, tokenizer, about)
-    return dict.fromkeys(FIELDS) | {"method": "tokens", "folder": str(place(setting) / "tokens")}
+    return {"method": "tokens", "loss": None, "folder": str(place(setting) / "tokens")}
 
 
 def rule_options(method: str, context: int) -> dict[str, Any]:

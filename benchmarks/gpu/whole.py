@@ -54,13 +54,11 @@ def random_model(config: GPTConfig, sequences: int, setting: Setting) -> GPT:
     return model
 
 
-def forward_backward(model: GPT, forward: object, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Run forward, backward and the rules' update; returns the loss."""
-    output = forward(tokens, targets)  # type: ignore[operator]
+def forward_backward(model: GPT, tokens: Tensor, targets: Tensor) -> None:
+    """Run forward, backward and the rules' update."""
+    output = model(tokens, targets)
     output.loss.backward()
     model.update_rules(output.observations)
-    loss: Tensor = output.loss.detach()
-    return loss
 
 
 def optimizers_of(model: GPT) -> Optimizers:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.gpu import ROOT
-from benchmarks.gpu.compile import FIELDS
-from benchmarks.gpu.compiler import PROCESSORS
+from benchmarks.gpu.compile import PROCESSORS
 
 pytestmark = pytest.mark.timeout(1500)
 PROGRAM = """
@@ -37,9 +36,9 @@ def test_the_kernels_compile_with_matrix_instructions_and_fit_the_gpu(capability
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     kernels = {row["kernel"].split(" ")[0] for row in rows}
-    assert kernels == {"multiply", "multiply_segments", "sum_by_token", "spread_gates", "radix"}
+    assert kernels == {"multiply", "multiply_segments", "softmax_slopes", "sum_by_token", "spread_gates", "radix"}
+    assert any("d_in=160" in row["kernel"] for row in rows)  # no multiple of a tile, which spilled
     for row in rows:
-        assert set(FIELDS) <= row.keys()
         assert row["blocks_per_processor"] > 0, row
         assert row["stack_bytes"] == 0 or capability != 90, row
         if row["kernel"].startswith("multiply"):

@@ -176,6 +176,14 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def use_one_tile() -> None:
+    """Let the tuner of the Triton kernels choose among one: compiling the others for toy sizes takes minutes."""
+    from expert_threshold.kernels.gpu import experts as kernels
+
+    for tuner in kernels.TUNED.values():
+        tuner.configs = tuner.configs[:1]
+
+
 def waits(dispatch: str) -> bool:
     """Return True if that backend waits for this GPU: PyTorch has the products of `static` on Hopper alone."""
     return dispatch == "static" and not on_hopper(torch.empty(0, device="cuda"))

@@ -221,22 +221,25 @@ def test_the_softcap_is_odd_bounded_and_the_identity_near_zero() -> None:
     assert softcap_logits(logits.bfloat16(), 15.0).dtype == torch.float32
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @softcaps
 def test_the_gpus_kernel_writes_the_losses_and_the_slopes_of_the_plain_operations(
     softcap: float | None, dtype: torch.dtype
 ) -> None:
-    """In Triton's interpreter, with rows of one tile, of several and of a part."""
+    """In Triton's interpreter where there is no GPU, with rows of one tile, of several and of a part."""
     pytest.importorskip("triton", reason="triton is not installed")
     from expert_threshold.kernels.gpu.cross_entropy import softmax_slopes
 
     for vocab in (16, 48, 7, 50):
-        given_logits = (8 * torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab))).to(dtype)
+        given_logits = (8 * torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab))).to(DEVICE, dtype)
         given_logits[0] += 60.0  # all at one end of the cap
-        wanted = torch.arange(5) % vocab
-        slopes, expected, losses, their = given_logits.clone(), given_logits.clone(), torch.empty(5), torch.empty(5)
+        wanted = (torch.arange(5) % vocab).to(DEVICE)
+        slopes, expected, losses, their = given_logits.clone(), given_logits.clone(), *torch.empty(2, 5, device=DEVICE)
         softmax_slopes(slopes, wanted, losses, softcap, True, tile=16)
-        buffers = [torch.empty(5, vocab) for _ in range(3)]
+        buffers = [torch.empty(5, vocab, device=DEVICE) for _ in range(3)]
         cross_entropy._softmax_slopes(expected, wanted, their, softcap, True, buffers)
         torch.testing.assert_close(losses, their, atol=1e-5, rtol=1e-5)
         bound = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]  # an ulp
@@ -252,7 +255,9 @@ def test_with_the_gpus_kernel_logits_stay_narrow_and_the_result_is_the_same(
     """They were copied to float32, and the copies read and written a dozen times."""
     pytest.importorskip("triton", reason="triton is not installed")
     vocab = 200
-    x, weight, targets = problem(12, vocab, torch.bfloat16)
+    x, weight, targets = (tensor.detach().to(DEVICE) for tensor in problem(12, vocab, torch.bfloat16))
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    monkeypatch.setattr(cross_entropy.gpu, "applies", lambda _: False)
     plain = linear_cross_entropy(x, weight, targets, softcap)
     expected = torch.autograd.grad(plain.mean, (x, weight))
     monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", {"kernel": 5 * vocab})

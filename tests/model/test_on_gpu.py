@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from cases import GPU_RULES, model_and_batch, no_waiting, require_captured_equals_called, step, waits
+from cases import GPU_RULES, model_and_batch, no_waiting, require_captured_equals_called, step, use_one_tile, waits
+from expert_threshold.model.attention import _mask, attend
+from expert_threshold.moe.router import _Scores
 from expert_threshold.routing import Rule
 from expert_threshold.train.device import to_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+if torch.cuda.is_available():
+    use_one_tile()
 WAITS = torch.cuda.is_available() and waits("static")
 with_every_rule = pytest.mark.parametrize("rule", GPU_RULES.values(), ids=GPU_RULES.keys())
 without_the_host = pytest.mark.parametrize(
@@ -41,3 +46,28 @@ def test_copying_a_batch_to_the_device_does_not_wait() -> None:
 @with_every_rule
 def test_a_captured_step_gives_what_a_called_one_gives(rule: Rule | None, dispatch: str) -> None:
     require_captured_equals_called(rule, dispatch)
+
+
+def test_scores_of_narrow_rows_are_float32() -> None:
+    x = torch.randn(4096, 1280, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(16, 1280, device="cuda") / 36).requires_grad_()
+    upstream = torch.randn(4096, 16, device="cuda")
+    scores = _Scores.apply(x, weight)
+    exact = x.double() @ weight.double().T
+    assert (scores - exact).norm() <= 1e-6 * exact.norm()
+    assert scores.dtype == torch.float32
+    (gradient,) = torch.autograd.grad(scores, weight, upstream)
+    exact_gradient = upstream.double().T @ x.double()
+    assert (gradient - exact_gradient).norm() <= 1e-6 * exact_gradient.norm()
+
+
+def test_attention_within_a_window_is_the_masked_one() -> None:
+    q, k, v = (torch.randn(2, heads, 300, 64, device="cuda").bfloat16().requires_grad_() for heads in (4, 2, 2))
+    positions = torch.arange(300, device="cuda")
+    mask = _mask(positions[:, None], positions, 70, q.dtype)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    found = attend(q, k, v, window=70)
+    upstream = torch.randn_like(found)
+    gradients = (torch.autograd.grad(y, (q, k, v), upstream) for y in (found, expected))
+    for a, b in zip((found, *next(gradients)), (expected, *next(gradients)), strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()

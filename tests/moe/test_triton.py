@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases import use_one_tile
 from expert_threshold.install import install
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.kernels.segments import segments
@@ -32,6 +33,8 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -e '.
 from expert_threshold.kernels.gpu import experts as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cuda":
+    use_one_tile()
 needs_a_device = pytest.mark.skipif(
     DEVICE == "cpu" and not kernels.INTERPRETED,
     reason="there is no GPU, and triton was imported without TRITON_INTERPRET=1",

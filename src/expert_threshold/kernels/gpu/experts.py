@@ -21,7 +21,6 @@ from torch import Tensor
 from .. import refuse_second_derivative
 from ..activation import activation_named
 from ..segments import Segments, gate_of_rows, segments
-from .tiles import measured_tiles
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 SWIGLU = activation_named("swiglu")
@@ -273,11 +272,8 @@ def _launch(kernel: Any, grid: Any, first: Tensor, *rest: Tensor | int | None, *
 
 
 def _launch_product(kernel: Any, grid: Any, left: Tensor, *rest: Tensor | int | None, **constants: Any) -> None:
-    """Launch with measured tiles where they exist, else tuned ones; with fixed tiles in float32."""
-    tiles = FIXED
-    if _is_tuned(left.dtype):
-        measured = measured_tiles(kernel.__name__, constants, left.device)
-        kernel, tiles = (TUNED[kernel], {}) if measured is None else (kernel, measured)
+    """Launch with tuned tiles, with fixed ones in float32."""
+    kernel, tiles = (TUNED[kernel], {}) if _is_tuned(left.dtype) else (kernel, FIXED)
     upcast = INTERPRETED and left.dtype == torch.bfloat16  # the interpreter's bfloat16 products are wrong
     _launch(kernel, grid, left, *rest, **constants, **tiles, tile_k=DEPTH, upcast=upcast)
 
