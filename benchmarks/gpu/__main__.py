@@ -131,7 +131,7 @@ def prepared(arguments: argparse.Namespace, stages: list[str]) -> Setting:
         raise ValueError(f"--data {data}: does not exist; name a file or folder of text, or leave it out")
     out.mkdir(parents=True, exist_ok=True)
     on_card = not set(stages) <= set(NEEDS_NO_CARD)
-    return Setting(out, arguments.dry_run, on_card and not arguments.dry_run, data, code())
+    return Setting(out, arguments.dry_run, on_card and not arguments.dry_run, data, code=code())
 
 
 def found_text() -> str:

@@ -254,7 +254,7 @@ def ways(setting: Setting) -> list[Way]:
 def first_rows(capability: int) -> list[Row]:
     """Compile every launch for one GPU in the tuner's first tiles. Raises NotRunError without the tools."""
     tools()
-    every = ways(Setting(Path(), dry=False, cuda=False, data="", code=""))
+    every = ways(Setting(Path(), dry=False, cuda=False, data=""))
     return [measure(way[0], capability, *way[1:]) for way in every if way[1:] == every[0][1:] or not way[1]]
 
 

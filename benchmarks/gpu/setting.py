@@ -65,8 +65,8 @@ class Setting(NamedTuple):
     dry: bool  # toy sizes
     cuda: bool  # False on the CPU
     data: str  # the text to train on, as `et train` accepts it
-    code: str  # the hash of what is measured
     deadline: float = float("inf")
+    code: str = ""  # the hash of what is measured
 
     @property
     def device(self) -> torch.device:

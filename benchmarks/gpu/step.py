@@ -52,7 +52,7 @@ def fitted(preset: str, rule: str, dispatch: str, way: str, setting: Setting) ->
     most = eager["sequences"] if eager else SEQUENCES[0]
     for sequences in setting.pick([number for number in SEQUENCES if number <= most], [2]):
         try:
-            return measure(preset, rule, dispatch, way, sequences, setting)
+            return measure(preset, rule, way, sequences, setting, dispatch)
         except RuntimeError as failure:  # while capturing, no memory is an AcceleratorError, or one of the capture
             if not (isinstance(failure, torch.OutOfMemoryError) or any(sign in str(failure) for sign in NO_MEMORY)):
                 raise
@@ -65,7 +65,7 @@ def fitted(preset: str, rule: str, dispatch: str, way: str, setting: Setting) ->
 NO_MEMORY = ("out of memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED", "capture")
 
 
-def measure(preset: str, rule_name: str, dispatch: str, way: str, sequences: int, setting: Setting) -> Row:
+def measure(preset: str, rule_name: str, way: str, sequences: int, setting: Setting, dispatch: str = "auto") -> Row:
     """Time a step of `sequences` sequences.
 
     "compiled" has every block compiled, which compiles one of each kind; "captured" replays forward, backward and the
@@ -74,7 +74,9 @@ def measure(preset: str, rule_name: str, dispatch: str, way: str, sequences: int
     rule = RULES[rule_name]
     if setting.cuda and way == "captured" and rule is not None and waits(dispatch):
         raise NotRunError("a captured step needs products of experts that only Hopper GPUs have")
-    config = dataclasses.replace(config_of(preset, rule, setting), dispatch=dispatch)
+    config = config_of(preset, rule, setting)
+    if dispatch != "auto":
+        config = dataclasses.replace(config, dispatch=dispatch)
     model = random_model(config, sequences, setting)
     optimizers = optimizers_of(model)
     batch = batch_of(config, sequences, setting)

@@ -129,10 +129,10 @@ def test_without_memory_a_step_is_tried_with_fewer_sequences_from_the_eager_ones
     tried = []
 
     def measure(*arguments: Any) -> dict[str, Any]:
-        tried.append(arguments[4])
-        if arguments[4] > 4:
+        tried.append(arguments[3])
+        if arguments[3] > 4:
             raise error
-        return {"sequences": arguments[4]}
+        return {"sequences": arguments[3]}
 
     monkeypatch.setattr(step, "measure", measure)
     setting = setting_in(tmp_path)._replace(dry=False)
@@ -271,7 +271,7 @@ def test_results_of_another_machine_or_of_something_else_are_not_continued(
 
 
 def setting_in(folder: Path) -> Setting:
-    return Setting(folder, dry=True, cuda=False, data="embedded", code="")
+    return Setting(folder, dry=True, cuda=False, data="embedded")
 
 
 def test_a_failing_case_is_recorded_and_one_out_of_time_is_left_to_the_next_call(tmp_path: Path) -> None:
