@@ -178,11 +178,11 @@ class Comparison(NamedTuple):
     def findings(self) -> Findings:
         """Return the results so far."""
         runs = [run for run in self.runs() if run.result is not None]
-        return findings_of(runs, [run.method for run in runs], self.headline(), self.baseline, self.margin)
+        return findings_of(runs, [run.method for run in runs], self.headline(runs), self.baseline, self.margin)
 
-    def headline(self) -> str:
-        """Return a line on the text, the budget and the machines."""
-        config, runs = next(iter(self.configs.values())), self.runs()
+    def headline(self, runs: Sequence[ComparedRun] = ()) -> str:
+        """Return a line on the text, the budget and the machines that made the runs; without runs, this one."""
+        config = next(iter(self.configs.values()))
         cost, corpus = costs(config), Path(config.data.source).name
         here = machine(pick_device(config.train.device), config.train.threads)
         machines = [run.config["machine"] | {"torch": run.config["versions"]["torch"]} for run in runs] or [here]
