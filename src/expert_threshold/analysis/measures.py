@@ -143,7 +143,7 @@ def best_token_choice(scores: Tensor, experts_per_token: int, load: int | None =
     """
     try:
         from scipy.optimize import linprog
-        from scipy.sparse import eye, kron, vstack
+        from scipy.sparse import eye, kron
     except ImportError:
         raise ValueError("the optimum of token choice needs scipy, which is missing; pip install scipy") from None
     tokens, experts = scores.shape
@@ -159,12 +159,16 @@ def best_token_choice(scores: Tensor, experts_per_token: int, load: int | None =
     of_token = kron(eye(tokens), np.ones((1, experts)))  # Σ_i z[t, i]
     of_expert = kron(np.ones((1, tokens)), eye(experts))  # Σ_t z[t, i]
     costs = -scores.detach().double().cpu().numpy().ravel()
-    fanouts, loads = np.full(tokens, experts_per_token), np.full(experts, load)
-    if load == most and not rest:
-        constraints = {"A_eq": vstack([of_token, of_expert]).tocsr(), "b_eq": np.concatenate([fanouts, loads])}
-    else:
-        constraints = {"A_ub": of_token.tocsr(), "b_ub": fanouts, "A_eq": of_expert.tocsr(), "b_eq": loads}
-    solution = linprog(costs, bounds=(0, 1), method="highs-ds", **constraints)
+    # With the highest load, equal loads leave no token a smaller fanout.
+    solution = linprog(
+        costs,
+        A_ub=of_token.tocsr(),
+        b_ub=np.full(tokens, experts_per_token),
+        A_eq=of_expert.tocsr(),
+        b_eq=np.full(experts, load),
+        bounds=(0, 1),
+        method="highs-ds",
+    )
     assert solution.success, solution.message
     best = torch.from_numpy(solution.x > 0.5).view(tokens, experts)
     assert (best.sum(1) <= experts_per_token).all(), "a vertex is whole"
