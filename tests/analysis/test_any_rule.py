@@ -21,7 +21,7 @@ from expert_threshold.analysis.figures.style import INK
 from expert_threshold.analysis.methods import Subject, legend
 from expert_threshold.analysis.page import LeftOut
 from expert_threshold.analysis.plain import NotShownError, plain
-from expert_threshold.analysis.run import Run
+from expert_threshold.analysis.records import Run
 from expert_threshold.cli.rates import require_cutoffs
 from expert_threshold.model import GPTConfig
 from expert_threshold.routing import (

@@ -20,7 +20,7 @@ from cases import et
 from commands import Refused, content, edit, lines, put, write_lines
 from expert_threshold import full_run
 from expert_threshold.analysis.methods import read_subjects
-from expert_threshold.analysis.run import read_run
+from expert_threshold.analysis.records import read_run
 from expert_threshold.runs import RunFolder
 
 FILES = (

@@ -12,8 +12,7 @@ from ..files import corrupted_file_error
 from ..recipes import METHODS, method_named
 from ..routing import DENSE, RULES, Rule
 from ..runs import RunFolder
-from .records import require_numbers
-from .run import Run, read_run
+from .records import Run, read_run, require_numbers
 from .sentences import listed
 
 # Options of the training loop that distinguish methods, and other options that do not. Losses compare on equal texts
@@ -142,12 +141,14 @@ def select_runs(folders: Sequence[RunFolder]) -> Selection:
 
 def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
     """Read the runs and sort them by method. Raises ValueError if one is damaged."""
-    read = sorted(map(_read, folders), key=lambda found: found.order)
-    differing = _differing([found.options for found in read])
+    read = sorted(map(_read, folders), key=lambda found: _order(found[0]))
+    every = [mine for _, mine in read]
+    common = set.intersection(*map(set, every))
+    differing = {name for name in common if any(each[name] != every[0][name] for each in every)}
     first: dict[str, dict[str, Any]] = {}
     names: dict[tuple[str, ...], str] = {}
     subjects = []
-    for subject, mine, _ in read:
+    for subject, mine in read:
         suffixes = _suffixes(mine, first.setdefault(subject.kind, mine), differing)
         name = full = (subject.method, *suffixes)
         if len(suffixes) > 3:  # figures have no room for them; the page has a table of options that differ
@@ -159,13 +160,8 @@ def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
     return subjects
 
 
-class _Found(NamedTuple):
-    subject: Subject  # its method is the name of its kind
-    options: dict[str, Any]
-    order: tuple[Any, ...]
-
-
-def _read(folder: RunFolder) -> _Found:
+def _read(folder: RunFolder) -> tuple[Subject, dict[str, Any]]:
+    """Read a run, whose method is the name of its rule, and its options."""
     for section in ("model", "optim", "train", "data", "corpus"):
         folder.section(section)  # a configuration that lacks one is refused here
     if folder.latest_checkpoint() is None:
@@ -174,7 +170,8 @@ def _read(folder: RunFolder) -> _Found:
         run = read_run(folder)
         for record in (*run.train, *run.validation):
             require_numbers(record)
-        return _Found(Subject(folder, run, *_rule(run)), options(run), _order(run))
+        name = DENSE if run.model.rule is None else run.model.rule.label_of(pool_tokens(run))
+        return Subject(folder, run, method_named(run.rule) or name, name), options(run)
 
 
 def by_method(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
@@ -209,21 +206,13 @@ def pool_tokens(run: Run) -> int | None:
     return rule.window(run.model.context, batch, batch * train["accumulation"]).pool
 
 
-def _rule(run: Run) -> tuple[str, str]:
-    """Return the kind and the name of the run's rule."""
-    if run.model.rule is None:
-        return DENSE, DENSE
-    name = run.model.rule.label_of(pool_tokens(run))
-    return method_named(run.rule) or name, name
-
-
-def _order(run: Run) -> tuple[Any, ...]:
+def _order(subject: Subject) -> tuple[Any, ...]:
     """Return the sort key: dense first, then rules in the order of `RULES`, each by method and pool size."""
-    name, kind = run.rule["name"], method_named(run.rule)
-    place = list(METHODS).index(kind) if kind is not None else len(METHODS)
-    rank = -1 if run.model.rule is None else list(RULES).index(name)
-    ordinary = run.model.shared_experts == 1 and run.model.gate_norm is None
-    return rank, 0 if pool_tokens(run) else place, pool_tokens(run) or 0, place, _rule(run), not ordinary
+    run, pool = subject.run, pool_tokens(subject.run) or 0
+    place = list(METHODS).index(subject.kind) if subject.kind in METHODS else len(METHODS)
+    rank = -1 if run.model.rule is None else list(RULES).index(run.rule["name"])
+    usual = run.model.shared_experts == 1 and run.model.gate_norm is None
+    return rank, 0 if pool else place, pool, place, subject.kind, subject.method, not usual
 
 
 def options(run: Run) -> dict[str, Any]:
@@ -235,12 +224,6 @@ def options(run: Run) -> dict[str, Any]:
     rule = flat.pop("rule")
     flat |= {f"rule.{name}": value for name, value in rule.items()}
     return {name: value for name, value in flat.items() if name not in _ASIDE}
-
-
-def _differing(every: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the options that all runs have with differing values."""
-    common = set.intersection(*(set(each) for each in every))
-    return {name for name in common if any(each[name] != every[0][name] for each in every)}
 
 
 def _suffixes(mine: Mapping[str, Any], first: Mapping[str, Any], differing: set[str]) -> list[str]:

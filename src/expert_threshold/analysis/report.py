@@ -14,8 +14,7 @@ from ..model import PRESETS, parameter_counts
 from ..runs import RunFolder
 from .figures.training import learning, routing
 from .page import LeftOut, exhibits, facts, folded, left_out, page, section, table, text, text_block
-from .records import finite, series
-from .run import Run, read_run
+from .records import Run, finite, read_run, series
 from .sentences import counted, fixed, short
 
 

@@ -16,8 +16,8 @@ from ..analysis.figures.style import GRID, INK, METHODS, MUTED, WIDE
 from ..analysis.methods import options
 from ..analysis.page import exhibit, exhibits, links, options_that_differ, page, save_figure, table
 from ..analysis.plain import Data
+from ..analysis.records import read_run
 from ..analysis.results import Result, curves, runs_by_method
-from ..analysis.run import read_run
 from ..files import replace_file
 from ..runs import RunFolder
 from .findings import Findings

@@ -143,14 +143,16 @@ def draw_key(figure: Figure, key: Strokes) -> None:
 
 def name_lines(axes: Axes, lines: Sequence[Line2D], number: str = "") -> None:
     """List lines beside the axes in their colours, highest end first, with their last numbers in a format."""
+    figure = figure_of(axes)
     ends = {line: values[-1] for line in lines if len(values := (y := array(line.get_ydata()))[np.isfinite(y)])}
     found = sorted(ends, key=lambda line: -ends[line])
-    characters = int((BESIDE * figure_of(axes).get_figwidth() - 0.4) / CHARACTER)
-    names = [
-        fill(str(line.get_label()), characters) + (f"  {number.format(ends[line])}" if number else "") for line in found
-    ]
+    characters = int((BESIDE * figure.get_figwidth() - 0.4) / CHARACTER)
+    last = f"  {number}" if number else ""
+    names = [fill(str(line.get_label()), characters) + last.format(ends[line]) for line in found]
     if found:
         axes.legend(found, names, loc="upper left", bbox_to_anchor=(1, 1), labelcolor="linecolor")
+        tall = LINE * len("\n".join(names).split("\n")) + 0.8
+        figure.set_figheight(max(figure.get_figheight(), tall))
 
 
 def figure_of(axes: Axes) -> Figure:

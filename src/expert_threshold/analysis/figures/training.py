@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..page import Exhibit, LeftOut, exhibit
-from ..records import Points, Record, expert_series, finite, layer_series, mean_loss, series
-from ..run import Run
+from ..records import Points, Record, Run, expert_series, finite, layer_series, mean_loss, series
 from ..sentences import listed, of_deviation, percent, short
 from .axes import (
     LONGEST,
