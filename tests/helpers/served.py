@@ -110,11 +110,11 @@ class Reply(NamedTuple):
         return dict(error)
 
 
-def connect(server: Served) -> http.client.HTTPConnection:
+def connect(server: Any) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE)
 
 
-def ask(server: Served, path: str, body: Any = None, method: str | None = None, **headers: Any) -> Reply:
+def ask(server: Any, path: str, body: Any = None, method: str | None = None, **headers: Any) -> Reply:
     """Return the reply to GET, or to POST of an object or of bytes as they are. headers: with _ for -."""
     connection, headers = connect(server), {name.replace("_", "-"): value for name, value in headers.items()}
     if body is not None:

@@ -5,7 +5,6 @@ ET_SOAK, 1 unless set, scales how long they are.
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import random
@@ -25,6 +24,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
 
 from cases import small_model, write_run
+from served import ask, connect
 
 pytestmark = [
     pytest.mark.soak,
@@ -55,20 +55,11 @@ class Process:
             time.sleep(0.1)
             found = re.search(r"http://(127\.0\.0\.1:\d+)", self.log.read_text())
         assert found is not None, self.log.read_text()
-        self.address = found[1]
-
-    def ask(self, path: str, body: bytes | None = None, headers: Any = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self.address, timeout=60)
-        try:
-            connection.request("GET" if body is None else "POST", path, body, JSON if headers is None else headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
+        self.url = found[0]
 
     def metrics(self) -> dict[str, float]:
-        text = self.ask("/metrics")[1].decode()
-        return {name: float(number) for name, number in re.findall(r"^(et_\S+) (\S+)$", text, re.M)}
+        lines = re.findall(r"^(et_\S+) (\S+)$", ask(self, "/metrics").text, re.M)
+        return {name: float(number) for name, number in lines}
 
     def statuses(self) -> Counter[int]:
         counts: Counter[int] = Counter()
@@ -106,7 +97,7 @@ def warm_up(server: Process) -> None:
     """Until memory is what work needs: all slots and long texts, and some hundred refusals."""
     for i in range(60):
         good = {"model": "small", "prompt": "the cat", "max_tokens": 40, "n": 4, "logprobs": 5, "echo": True}
-        server.ask("/v1/completions", json.dumps(good if i % 3 == 0 else good | {"n": "x" * 1000}).encode())
+        ask(server, "/v1/completions", good if i % 3 == 0 else good | {"n": "x" * 1000})
 
 
 def quiet(server: Process) -> dict[str, float]:
@@ -128,7 +119,7 @@ def test_requests_of_schemathesis_meet_no_5xx_and_no_growth(server: Process, tmp
     pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install -e '.[soak]'")
     before, count = server.megabytes(), sum(server.statuses().values())
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://{server.address}/openapi.json"]
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
     options = ["--checks", f"{checks},negative_data_rejection", "--mode", "all", "--phases", "coverage,fuzzing"]
     seed = 0
     while sum(server.statuses().values()) - count < FUZZED:
@@ -159,7 +150,7 @@ def test_16_mixed_clients_are_served_for_minutes_from_a_bounded_queue(server: Pr
                     "stream": chance.random() < 0.5,
                     "logprobs": chance.choice([None, 5]),
                 }
-            connection = http.client.HTTPConnection(server.address, timeout=120)
+            connection = connect(server)
             try:
                 connection.request("POST", "/v1/completions", json.dumps(body), JSON)
                 if number and chance.random() < 0.2:  # leaves without an answer

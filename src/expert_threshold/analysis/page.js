@@ -39,7 +39,7 @@ class Panel {
         `${kind} ${this.moved("x", +x)} ${this.moved("y", +y)}`));
     for (const use of this.group.querySelectorAll("[clip-path] use"))
       if (use.plain) ["x", "y"].forEach((each, place) => use.setAttribute(each, this.moved(each, use.plain[place])));
-    for (const each of this.group.querySelectorAll(".leader, .band")) each.style.display = this.logs.x || this.logs.y ? "none" : "";
+    for (const each of this.group.querySelectorAll(".leader")) each.style.display = this.logs.x || this.logs.y ? "none" : "";
     this.axis(name);
   }
   axis(name) {
