@@ -655,6 +655,7 @@ def test_the_openapi_document_matches_the_parser(server: Served) -> None:
     schemas = document["components"]["schemas"]
     assert schemas["StreamOptions"]["additionalProperties"] is False
     fields = schemas["CompletionRequest"]["properties"]
+    assert fields["model"]["enum"] == ["small"]
     for name, (field, *_) in {name: field["anyOf"] for name, field in fields.items() if "anyOf" in field}.items():
         for edge in ("minimum", "maximum"):
             if name == "top_k" or edge not in field:

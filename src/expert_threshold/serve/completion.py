@@ -63,7 +63,7 @@ def request_model(name: str, fields: Fields) -> type[BaseModel]:
     return create_model(name, __config__=ConfigDict(strict=True, extra="forbid"), **cast(Any, fields))
 
 
-def completion_model(limits: Limits, context: int, dial: float | None) -> type[BaseModel]:
+def completion_model(models: Sequence[str], limits: Limits, context: int, dial: float | None) -> type[BaseModel]:
     """Return the model of a completion request. It omits the limits on prompts and on stop strings together."""
     flag, zero = (bool | None, None), (float | None, Field(None, ge=0, le=0))
     stream_options = dict.fromkeys(("include_usage", "include_obfuscation", "continuous_usage_stats"), flag)
@@ -71,7 +71,7 @@ def completion_model(limits: Limits, context: int, dial: float | None) -> type[B
         "CompletionRequest",
         sampling_fields(limits, context, dial)
         | {
-            "model": (str, ...),
+            "model": (str, Field(json_schema_extra={"enum": [*models]})),  # another one is a 404
             "prompt": (str | list[str] | list[int] | list[list[int]] | None, None),
             "n": (int | None, Field(1, ge=1, le=limits.n)),
             "top_p": (float | None, Field(1.0, ge=0, le=1)),
@@ -152,7 +152,7 @@ class Parser:
         self, tokenizer: Tokenizer, context: int, models: Sequence[str], limits: Limits, dial: float | None = None
     ) -> None:
         self.tokenizer, self.context, self.models, self.limits = tokenizer, context, models, limits
-        self.model = completion_model(limits, context, dial)
+        self.model = completion_model(models, limits, context, dial)
 
     def __call__(self, body: bytes) -> Completion:
         fields = validated(self.model, body)
