@@ -7,7 +7,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # is ignored.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: demo test soak sanitize lint clean
+.PHONY: help demo test soak sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -15,6 +15,13 @@ demo: $(VENV)/.installed-demo
 	while [ -e "$$out" ]; do out=runs/quickstart-$$n; n=$$((n + 1)); done; \
 	$(BIN)/et train quickstart --rule expert_threshold --minutes 3.75 --out "$$out" && \
 	echo "et is in $(BIN): type $(BIN)/et, or first, once in this shell: source $(BIN)/activate"
+
+help:
+	@echo "make demo      train a small model in four minutes, write samples and a report"
+	@echo "make test      run the tests; make soak: the campaigns of minutes"
+	@echo "make lint      ruff and mypy"
+	@echo "make sanitize  the kernels' tests under AddressSanitizer; PART=tests/kernels/test_muon.py for some"
+	@echo "make clean     remove .venv, builds and caches"
 
 # Two workers with one thread each: torch would otherwise start as many threads as there are cores in every worker.
 test: $(VENV)/.installed-dev
