@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Optional
@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from expert_threshold.analysis.results import markdown
 from expert_threshold.routing import (
     BiasState,
     ExpertChoice,
@@ -422,33 +423,28 @@ def code_of(source: Source, path: Path | None) -> Code:
     return Code(path, version, source.file)
 
 
-@dataclass
-class Outcome:
-    """How far two implementations are apart over all batches."""
-
-    batches: int = 0
-    pairs: int = 0
-    differing: int = 0
-    apart: dict[str, float] = field(default_factory=dict)  # largest relative distance by name
-
-    def add(self, mine: Found, theirs: Found) -> None:
-        self.batches += 1
-        self.pairs += int(theirs.assignment.sum())
-        self.differing += int((mine.assignment != theirs.assignment).sum())
-        for name, expected in theirs.numbers.items():
-            scale = expected.abs().max().clamp(min=1e-30)
-            distance = float((mine.numbers[name] - expected).detach().abs().max() / scale)
-            self.apart[name] = max(self.apart.get(name, 0.0), distance)
-
-    @property
-    def equal(self) -> bool:
-        return self.differing == 0 and all(distance <= 1e-5 for distance in self.apart.values())
-
-
 def make_scores(seed: int) -> Tensor:
     """Return scores (batch, time, experts) without ties, experts of different means and spreads."""
     scores = torch.randn(BATCH, TIME, EXPERTS, generator=torch.Generator().manual_seed(seed))
     return scores * torch.linspace(0.5, 2, EXPERTS) + torch.linspace(-1, 1, EXPERTS)
+
+
+def outcome(pairs: Iterator[tuple[Found, Found]]) -> dict[str, Any]:
+    """Return how far two implementations are apart over all batches: pairs of token and expert, and by name the largest
+    distance of numbers, relative to the largest number.
+    """
+    found: dict[str, Any] = {"equal": True, "batches": 0, "pairs": 0, "differing": 0}
+    apart: dict[str, float] = {}
+    for mine, theirs in pairs:
+        found["batches"] += 1
+        found["pairs"] += int(theirs.assignment.sum())
+        found["differing"] += int((mine.assignment != theirs.assignment).sum())
+        for name, expected in theirs.numbers.items():
+            scale = expected.abs().max().clamp(min=1e-30)
+            distance = float((mine.numbers[name] - expected).detach().abs().max() / scale)
+            apart[name] = max(apart.get(name, 0.0), distance)
+    equal = not found["differing"] and all(distance <= 1e-5 for distance in apart.values())
+    return found | {"equal": equal, "apart": apart}
 
 
 def compare_all(paths: dict[str, Path | None]) -> list[dict[str, Any]]:
@@ -460,44 +456,29 @@ def compare_all(paths: dict[str, Path | None]) -> list[dict[str, Any]]:
             code = code_of(source, paths.get(source.option or ""))
         except ValueError as reason:
             rows.append(row | {"left_out": str(reason)})
-            continue
-        outcome = Outcome()
-        for mine, theirs in comparison.compare(code, make_scores):
-            outcome.add(mine, theirs)
-        shown = {"version": code.version, "remark": comparison.remark, "equal": outcome.equal}
-        rows.append(row | shown | {name: getattr(outcome, name) for name in ("batches", "pairs", "differing", "apart")})
+        else:
+            shown = {"version": code.version, "remark": comparison.remark}
+            rows.append(row | shown | outcome(comparison.compare(code, make_scores)))
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "# Rules beside their published code",
-        "",
-        f"Made by `benchmarks/parity.py` on random scores of {BATCH} × {TIME} tokens and {EXPERTS} experts.",
-        "`pairs` are the token-expert pairs that the published code assigns, `differing` those on which the two",
-        "disagree; distances of numbers are relative to the largest.",
-        "",
-        "| rule | published code | version | batches | pairs | differing | distances | remark |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ["rule", "published code", "version", "batches", "pairs", "differing", "distances", "remark"]
+    lines = []
     for row in rows:
         code = f"{row['code']}, `{row['file']}`"
-        if "left_out" in row:
-            lines.append(f"| {row['rule']} | {code} | left out: {row['left_out']} | | | | | |")
-            continue
-        apart = ", ".join(f"{name} {distance:.1g}" for name, distance in row["apart"].items())
-        cells = [
-            row["rule"],
-            code,
-            row["version"],
-            row["batches"],
-            row["pairs"],
-            row["differing"],
-            apart,
-            row["remark"],
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        found = [f"left out: {row['left_out']}", "", "", "", "", ""] if "left_out" in row else [
+            row["version"], *(str(row[name]) for name in ("batches", "pairs", "differing")),
+            ", ".join(f"{name} {distance:.1g}" for name, distance in row["apart"].items()), row["remark"],
+        ]  # fmt: skip
+        lines.append([row["rule"], code, *found])
+    return f"""# Rules beside their published code
+
+Made by `benchmarks/parity.py` on random scores of {BATCH} × {TIME} tokens and {EXPERTS} experts. `pairs` are the
+token-expert pairs that the published code assigns, `differing` those on which the two disagree; distances of numbers
+are relative to the largest.
+
+{markdown(head, lines)}"""
 
 
 def main() -> int:
