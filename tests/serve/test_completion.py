@@ -20,7 +20,7 @@ CONTEXT = 64
 
 @pytest.fixture(scope="module")
 def parser() -> Parser:
-    return Parser(small_tokenizer(), CONTEXT, ["small"], Limits(n=3, texts=6, stop_characters=99))
+    return Parser(small_tokenizer(), CONTEXT, "small", Limits(n=3, texts=6, stop_characters=99))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_defaults_are_openais(parser: Parser) -> None:
 
 @pytest.mark.parametrize(("context", "limits"), [(CONTEXT, Limits(output_tokens=8)), (8, Limits())])
 def test_no_default_is_out_of_its_range(context: int, limits: Limits) -> None:
-    few = Parser(small_tokenizer(), context, ["small"], limits, dial=4)
+    few = Parser(small_tokenizer(), context, "small", limits, dial=4)
     fields = few.model.model_json_schema()["properties"]
     assert fields["max_tokens"]["default"] == fields["max_tokens"]["anyOf"][0]["maximum"] == 8
     few.model(model="small", **{name: field["default"] for name, field in fields.items() if "default" in field})
@@ -174,7 +174,7 @@ def test_however_deep_a_value_is_nested_it_is_refused(parser: Parser) -> None:
 
 
 def test_limits_of_tokens_are_kept() -> None:
-    parser = Parser(small_tokenizer(), CONTEXT, ["small"], Limits(prompt_tokens=5, output_tokens=7))
+    parser = Parser(small_tokenizer(), CONTEXT, "small", Limits(prompt_tokens=5, output_tokens=7))
     assert parse(parser, prompt=[1] * 5, max_tokens=7)
     assert refusal(parser, prompt=[1] * 6, max_tokens=7).code == "prompt_too_long"
     assert refusal(parser, prompt=[1] * 5, max_tokens=8).param == "max_tokens"

@@ -63,7 +63,7 @@ def request_model(name: str, fields: Fields) -> type[BaseModel]:
     return create_model(name, __config__=ConfigDict(strict=True, extra="forbid"), **cast(Any, fields))
 
 
-def completion_model(models: Sequence[str], limits: Limits, context: int, dial: float | None) -> type[BaseModel]:
+def completion_model(name: str, limits: Limits, context: int, dial: float | None) -> type[BaseModel]:
     """Return the model of a completion request. It omits the limits on prompts and on stop strings together."""
     flag, zero = (bool | None, None), (float | None, Field(None, ge=0, le=0))
     stream_options = dict.fromkeys(("include_usage", "include_obfuscation", "continuous_usage_stats"), flag)
@@ -71,7 +71,7 @@ def completion_model(models: Sequence[str], limits: Limits, context: int, dial: 
         "CompletionRequest",
         sampling_fields(limits, context, dial)
         | {
-            "model": (str, Field(json_schema_extra={"enum": [*models]})),  # another one is a 404
+            "model": (str, Field(json_schema_extra={"enum": [name]})),  # another one is a 404
             "prompt": (str | list[str] | list[int] | list[list[int]] | None, None),
             "n": (int | None, Field(1, ge=1, le=limits.n)),
             "top_p": (float | None, Field(1.0, ge=0, le=1)),
@@ -149,14 +149,14 @@ class Parser:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, context: int, models: Sequence[str], limits: Limits, dial: float | None = None
+        self, tokenizer: Tokenizer, context: int, name: str, limits: Limits, dial: float | None = None
     ) -> None:
-        self.tokenizer, self.context, self.models, self.limits = tokenizer, context, models, limits
-        self.model = completion_model(models, limits, context, dial)
+        self.tokenizer, self.context, self.name, self.limits = tokenizer, context, name, limits
+        self.model = completion_model(name, limits, context, dial)
 
     def __call__(self, body: bytes) -> Completion:
         fields = validated(self.model, body)
-        require_model(fields.model, self.models)
+        require_model(fields.model, self.name)
         prompts, opened = self._prompts(fields.prompt)
         if len(prompts) * fields.n > self.limits.texts:
             message = (
@@ -230,10 +230,10 @@ class Parser:
             )
 
 
-def require_model(model: str, models: Sequence[str]) -> None:
-    """Raise ApiError 404 unless this server has the model."""
-    if model not in models:
-        message = f"the model {shown(model)} does not exist; this server has {', '.join(models)}"
+def require_model(model: str, name: str) -> None:
+    """Raise ApiError 404 unless this is the name of the server's model."""
+    if model != name:
+        message = f"the model {shown(model)} does not exist; this server has {name}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -91,7 +91,7 @@ class Service:
         self.workers = (worker, *others)
         self.engine, self.tokenizer = worker.engine, worker.engine.tokenizer
         self.created = int(time.time())
-        self.parser = Parser(self.tokenizer, self.engine.context, [name], limits, self.engine.dial)
+        self.parser = Parser(self.tokenizer, self.engine.context, name, limits, self.engine.dial)
         self.requests: Counter[tuple[str, int]] = Counter()  # answered, by path and status
 
 
@@ -230,7 +230,7 @@ async def models(request: Request) -> Response:
 
 async def model(request: Request) -> Response:
     here, name = service(request), request.path_params["model"]
-    require_model(name, [here.name])
+    require_model(name, here.name)
     return answer(model_body(name, here.created))
 
 
