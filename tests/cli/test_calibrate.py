@@ -17,7 +17,7 @@ from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT
 from expert_threshold.model.calibrate import calibrate
 from expert_threshold.routing import ExpertChoice
-from expert_threshold.routing.sketch import sketch
+from expert_threshold.routing.cutoffs import sketch
 from expert_threshold.runs import RunFolder, load_model
 
 BY_CUTOFF = ("expert_choice", "expert_threshold")

@@ -177,6 +177,20 @@ def test_padding_is_in_no_tokens_sum(padding: int) -> None:
     torch.testing.assert_close(sum_by_token(rows, packed), expected)
 
 
+@pytest.mark.parametrize("surplus", [0, 1, 17])
+def test_rows_beyond_those_in_use_change_nothing(surplus: int) -> None:
+    torch.manual_seed(0)
+    x, gates, assignment, experts = torch.randn(9, 8), torch.rand(9, 4), torch.rand(9, 4) < 0.4, Experts(4, 8, 12)
+    found = BACKENDS["static"](x, gates, assignment, experts, rows=int(assignment.sum()) + surplus)
+    torch.testing.assert_close(found, BACKENDS["reference"](x, gates, assignment, experts))
+
+
+def test_too_few_rows_are_refused_rather_than_dropped() -> None:
+    assignment = torch.ones(3, 4, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="more pairs of tokens and experts than the 11 rows"):
+        BACKENDS["static"](torch.randn(3, 8), torch.rand(3, 4), assignment, Experts(4, 8, 12), rows=11)
+
+
 def test_no_bag_of_padding_is_long() -> None:
     """CUDA adds up a bag one row after another, and all the padding was one bag."""
     packed = segments(fanout(6, EXPERTS, 2), 2 * 6 + 1000)

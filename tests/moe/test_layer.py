@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 import re
@@ -99,25 +98,6 @@ def test_the_layer_computes_its_equation(
     torch.testing.assert_close(y, by_hand(moe, x), atol=1e-5, rtol=1e-4)
     assert observation.tokens == 10
     assert torch.equal(observation.load, moe.router(x).assignment.sum((0, 1)))
-
-
-@rules
-@pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8), (0, 0, 8)])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-def test_an_empty_batch_gives_an_empty_output_finite_losses_and_zero_gradients(
-    rule: Rule, shape: tuple[int, ...], training: bool
-) -> None:
-    moe = MoE(8, 12, rule, z_loss=0.1).train(training)
-    x = torch.randn(shape, requires_grad=True)
-    y, observation = moe(x)
-    assert y.shape == x.shape
-    assert observation.tokens == 0
-    loss = moe.router(x).loss
-    assert (loss is None) == (not training)
-    (y.sum() + (0 if loss is None else loss)).backward()
-    for name, parameter in moe.named_parameters():
-        assert parameter.grad is not None, name
-        assert (parameter.grad == 0).all(), name
 
 
 @rules
@@ -315,19 +295,6 @@ def test_an_observation_that_is_not_finite_leaves_the_state_as_it_was(rule: Rule
 
 
 @rules
-@pytest.mark.usefixtures("fresh_memory_is_nan")
-def test_made_empty_every_module_can_reset_its_own_parameters(rule: Rule) -> None:
-    """FSDP2's way from the meta device, which left the router's weight uninitialised."""
-    moe = MoE(8, 12, rule).to_empty(device="cpu")
-    for module in moe.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    assert all(value.isfinite().all() for value in moe.state_dict().values())
-    assert 0.5 < float(moe.router.weight.detach().std()) * 8**0.5 < 1.5
-    assert_same_state(moe, rule.init()._asdict())
-
-
-@rules
 def test_a_checkpoint_in_bfloat16_leaves_the_state_its_dtypes(rule: Rule) -> None:
     saved = moe_with_history(rule).bfloat16().state_dict()
     rounded = {name: value.bfloat16() if value.is_floating_point() else value for name, value in saved.items()}
@@ -335,29 +302,6 @@ def test_a_checkpoint_in_bfloat16_leaves_the_state_its_dtypes(rule: Rule) -> Non
     moe.load_state_dict(rounded, assign=True)
     assert moe.router.weight.dtype == torch.bfloat16
     assert [value.dtype for value in moe.router.state] == [value.dtype for value in rule.init()]
-
-
-@rules
-def test_on_its_way_through_the_meta_device_a_layer_can_be_loaded(rule: Rule) -> None:
-    saved = moe_with_history(rule)
-    with torch.device("meta"):
-        moe = MoE(8, 12, rule)
-    moe.load_state_dict(saved.state_dict(), assign=True)
-    assert_same_state(moe, state_of(saved))
-    moe.float()
-    assert_same_state(moe, state_of(saved))
-
-
-@rules
-def test_a_deep_copy_has_a_state_of_its_own(rule: Rule) -> None:
-    moe = moe_with_history(rule)
-    state = state_of(moe)
-    twin = copy.deepcopy(moe)
-    assert_same_state(twin, state)
-    twin.router.update(twin(torch.randn(2, 8, 8))[1])
-    assert_same_state(moe, state)
-    x = torch.randn(1, 8, 8)
-    assert torch.equal(moe(x)[0], copy.deepcopy(moe)(x)[0])
 
 
 @pytest.mark.parametrize("training", [True, False])

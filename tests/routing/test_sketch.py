@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from expert_threshold.routing import CutoffState, ExpertChoice, ExpertThreshold, cutoff, dial
-from expert_threshold.routing.cutoffs import batch_sketch
-from expert_threshold.routing.sketch import LEVELS, SAMPLE, quantile, sketch
+from expert_threshold.routing.cutoffs import LEVELS, SAMPLE, batch_sketch, quantile, sketch
 
 EXPERTS = 4
 
