@@ -11,8 +11,8 @@ from expert_threshold import config, recipes
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.model.attention import norm, rotary
 from expert_threshold.moe.router import Router
-from expert_threshold.optim import RELEASE, OptimConfig, newton_schulz, orthogonal
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice, by_cutoff, expert_threshold
+from expert_threshold.optim import RELEASE, OptimConfig, orthogonal, orthogonalize
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice, cutoffs, expert_threshold
 
 EXPERTS = {"num_experts": 16, "experts_per_token": 1}
 ADAMW = {"betas": (0.9, 0.95), "embed_betas": None, "head_betas": None, "eps": 1e-10, "adamw_warmup_steps": 250}
@@ -59,7 +59,7 @@ STATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "runs": (recipes, {"PAPER_STEPS": 19_073, "EVAL_EVERY": 250, "EVAL_TOKENS": 10_485_760}),
     "scaled optimizers": (config, {"PAPER_ADAMW_WARMUP_STEPS": 250, "PAPER_MOMENTUM_WARMUP_STEPS": 300}),
     "scaled cutoffs": (
-        by_cutoff,
+        cutoffs,
         {"PAPER_STEPS": 19_073, "PAPER_DECAY": 0.999, "PAPER_WARMUP_STEPS": 4000, "LEAST_DECAY": 0.9},
     ),
     "short runs": (expert_threshold, {"SHORT_RUN": 2000, "TREND_DECAY": 0.6}),
@@ -146,5 +146,5 @@ def test_the_iteration_leaves_what_is_smaller_than_its_epsilon_small() -> None:
     """A matrix of norm 1e-8 begins as one of norm 0.1."""
     matrix = torch.zeros(4, 4)
     matrix[0, 0] = 1e-8
-    first = newton_schulz(matrix, steps=1)[0, 0]
+    first = orthogonalize(matrix, steps=1)[0, 0]
     assert float(first) == pytest.approx(3.4445 * 0.1 - 4.7750 * 0.1**3 + 2.0315 * 0.1**5)

@@ -4,7 +4,7 @@ from .adamw import AdamW
 from .config import NANOCHAT, RELEASE, TUNED, OptimConfig
 from .groups import Group, Optimizers, make_optimizers, moves_matrices, reads_weights
 from .muon import Muon, fast_dtype
-from .orthogonal import newton_schulz, polar_express
+from .orthogonal import orthogonalize
 
 __all__ = [
     "NANOCHAT",
@@ -18,7 +18,6 @@ __all__ = [
     "fast_dtype",
     "make_optimizers",
     "moves_matrices",
-    "newton_schulz",
-    "polar_express",
+    "orthogonalize",
     "reads_weights",
 ]

@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 from ..kernels.cpu.blocks import PARTS, override
 from ..option import Count, Decay, NotNegative, Whole, require_kind
 from . import orthogonal
-from .orthogonal import ORTHOGONALIZERS, Lines, OrthogonalizerName, Parts, Side, normalize, normuon, second_moment_shape
+from .orthogonal import Lines, OrthogonalizerName, Parts, Side, normalize, normuon, orthogonalize, second_moment_shape
 
 # Elements of a batch of the iteration: enough to fill a GPU, few enough for a CPU's cache; larger temporaries would be
 # read from memory for every product.
@@ -118,7 +118,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update W ← W − lr · √max(1, out/in) · newton_schulz(Nesterov momentum) for each W with a gradient.
+        """Update W ← W − lr · √max(1, out/in) · orthogonalize(Nesterov momentum) for each W with a gradient.
 
         Weight decay first subtracts lr · weight_decay · W, or, if cautious, this only where the update has the sign of
         W. Between the steps of its period a group keeps W and its second moments. closure: recomputes the loss and the
@@ -234,7 +234,7 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
             torch.lerp(piece.grad, piece.momentum, momentum if group["nesterov"] else 1.0, out=place)
         if group["equilibrate"]:
             directions = normalize(directions, group["equilibrate"])
-        update = ORTHOGONALIZERS[group["orthogonalizer"]](directions, ns_steps, ns_dtype)
+        update = orthogonalize(directions, group["orthogonalizer"], ns_steps, ns_dtype)
         if group["renormalize"]:
             update = normalize(update.to(directions.dtype), group["renormalize"])
         for piece, part in zip(batch, update.split(sizes), strict=True):

@@ -1,13 +1,12 @@
 """The functions between Muon's momentum and its update, on stacks of matrices (…, rows, columns).
 
-In the order in which Muon applies them: `normalize` as MuonEq's equilibration, `newton_schulz` or `polar_express`,
+In the order in which Muon applies them: `normalize` as MuonEq's equilibration, `orthogonalize`,
 `normalize` as Muon+'s renormalisation, `normuon`. Only the iteration is always there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -43,32 +42,20 @@ def iteration(name: OrthogonalizerName, steps: int) -> tuple[list[Polynomial], f
 
 
 @torch.no_grad()
-def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Iterates X ← (a + b X Xᵀ + c (X Xᵀ)²) X `steps` times from X = M / ‖M‖: all singular values become about 1.
+def orthogonalize(
+    matrices: Tensor,
+    name: OrthogonalizerName = "newton_schulz",
+    steps: int = 5,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the matrices with all singular values about 1 and the same singular vectors; a zero matrix stays zero.
 
-    matrices: (…, rows, columns), each normalised by its own Frobenius norm; a zero matrix stays zero. The products run
-    in `dtype`, which is also the result's. Iteration and coefficients: Jordan et al., Muon (2024).
+    matrices: (…, rows, columns). Iterates X ← (a + b X Xᵀ + c (X Xᵀ)²) X from X = M / ‖M‖, the matrix's own Frobenius
+    norm. newton_schulz: Jordan et al., Muon (2024). polar_express starts from X = M / (1.01 ‖M‖), each polynomial is
+    the best one for the interval in which the one before leaves the singular values, so that small ones grow faster and
+    all end closer to 1: Amsel et al., The Polar Express (2025). dtype: of the products and of the result.
     """
-    return _iterate(matrices, *iteration("newton_schulz", steps), dtype)
-
-
-@torch.no_grad()
-def polar_express(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Iterates like `newton_schulz` with a polynomial for each step, from X = M / (1.01 ‖M‖).
-
-    Each polynomial is the best one for the interval in which the one before leaves the singular values, so that small
-    ones grow faster and all end closer to 1. Amsel et al., The Polar Express (2025); coefficients as in nanochat.
-    """
-    return _iterate(matrices, *iteration("polar_express", steps), dtype)
-
-
-ORTHOGONALIZERS: dict[str, Callable[[Tensor, int, torch.dtype], Tensor]] = {
-    "newton_schulz": newton_schulz,
-    "polar_express": polar_express,
-}
-
-
-def _iterate(matrices: Tensor, polynomials: Iterable[Polynomial], safety: float, dtype: torch.dtype) -> Tensor:
+    polynomials, safety = iteration(name, steps)
     rows, columns = matrices.shape[-2:]
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp_(min=EPS).mul_(safety)
     x = torch.div(matrices, norm, out=torch.empty_like(matrices, dtype=dtype)).reshape(-1, rows, columns)

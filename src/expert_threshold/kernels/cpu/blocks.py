@@ -93,7 +93,7 @@ def attention_backward(
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, _, ctx.window, ctx.key_offset = inputs
     ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # else backward would be given zeros for the normalisers
 
 
 def _back_through_attention(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
@@ -158,6 +158,7 @@ def feed_forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def _sum(x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: Sequence[Tensor], rows: int) -> Tensor:
     cast = [weight.to(x.dtype) for weight in weights]
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gates, *cast))
+    # A compiled graph's shapes may not depend on loads; without it, memory is what the pairs need.
     room = (rows if torch.compiler.is_compiling() else EXACT) if wanted else NONE
     return experts_forward(x, gates, assignment, cast, room)[0]
 
@@ -193,7 +194,7 @@ def experts_backward(
 def _keep_experts(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, gates, assignment, weights, _ = inputs
     ctx.save_for_backward(x, gates, assignment, *weights, *output[1:])
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # else zeros as large as all pre-activations
 
 
 def _back_through_experts(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:

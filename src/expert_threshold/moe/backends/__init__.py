@@ -162,6 +162,7 @@ class Cpu(Backend):
         return override("routed_sum", x, experts.down.shape[2], experts.activation.name) is not None
 
     def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
+        # Kernels that could compute more rows leave a few to what `auto` would take; other misfits are errors.
         few = not self.pays(x, experts, rows) and self.why_not(x, experts) is None
         return _most_specialised(x, experts, rows) if few else self
 
