@@ -46,7 +46,17 @@ MODELS: dict[str, tuple[str, ...]] = {
     "paper's trunk, token choice": ("--recipe", "token_choice"),
     "paper's trunk, expert choice": ("--recipe", "expert_choice_2k"),
     "quickstart's trunk without smear and key offset, with windows": (
-        *("--recipe", "tuned", "--no-smear", "--key-offset", "none", "--windows", "SL", "--short-window", "32"),
+        *(
+            "--recipe",
+            "tuned",
+            "--no-model.smear",
+            "--model.key-offset",
+            "none",
+            "--model.windows",
+            "SL",
+            "--model.short-window",
+            "32",
+        ),
     ),
     "quickstart's trunk": ("--recipe", "tuned"),
 }

@@ -120,7 +120,7 @@ def text_as_bytes() -> Tokens:
 
 
 def configuration(preset: str, batch_size: int, layout: str, ranks: int, dtype: str) -> RunConfig:
-    run = resolve(preset, "expert_threshold", rule_options={"warmup_steps": 1, "decay": 0.9})
+    run = resolve(preset, {"rule.name": "expert_threshold", "rule.warmup_steps": 1, "rule.decay": 0.9})
     own = {"shard": layout == "shard", "expert_parallel": ranks if layout == "expert_parallel" else 1}
     return replace(run, train=replace(run.train, batch_size=batch_size, device="cpu", dtype=dtype, **own))
 

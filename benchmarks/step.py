@@ -16,6 +16,7 @@ import itertools
 import json
 import statistics
 import time
+from typing import Any
 
 import torch
 from common import compute_dtype, machine, positive, time_interleaved
@@ -37,9 +38,12 @@ def measure(
     expert_period: int | None,
 ) -> dict[str, float | int | str]:
     torch.manual_seed(0)
-    options = {"warmup_steps": warm_steps // 2} if rule == "expert_threshold" else {}
-    optim = {} if expert_period is None else {"expert_period": expert_period}
-    run = resolve(preset, rule, rule_options=options, changes={"optim": optim})
+    options: dict[str, Any] = {"rule.name": rule}
+    if rule == "expert_threshold":
+        options["rule.warmup_steps"] = warm_steps // 2
+    if expert_period is not None:
+        options["optim.expert_period"] = expert_period
+    run = resolve(preset, options)
     turns = run.optim.expert_period
     corpus = open_source("embedded")
     tokenizer = Tokenizer.train(corpus.documents("train"), run.model.vocab_size)

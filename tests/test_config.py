@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from expert_threshold.config import (
     RUNS,
     RunConfig,
+    by_path,
     resolve,
     scaled_optim,
     scaled_rule,
@@ -47,7 +48,7 @@ def test_every_model_size_has_a_run_and_every_run_a_model_size() -> None:
 @pytest.mark.parametrize("preset", RUNS)
 @pytest.mark.parametrize("rule", RULE_NAMES)
 def test_every_preset_goes_with_every_rule_and_survives_json(preset: str, rule: str) -> None:
-    config = resolve(preset, rule)
+    config = resolve(preset, {"rule.name": rule})
     assert rule_name(config.model.rule) == rule
     trunk = TRUNKS["tuned"] | {"initialization": "nanochat"} if preset == "quickstart" else {}
     assert GPTConfig.preset(preset, rule=config.model.rule, **trunk) == config.model
@@ -131,68 +132,69 @@ def test_an_option_that_is_given_is_not_scaled() -> None:
 @pytest.mark.parametrize("rule", RULE_NAMES)
 def test_an_option_that_the_rule_lacks_is_refused_by_both_names(rule: str) -> None:
     for option in {name for other in RULES for name in option_names(other)} - set(option_names(rule)):
-        with pytest.raises(ValueError, match=rf"^{option}: rule {rule} has no such option; leave it out, or use "):
+        with pytest.raises(ValueError, match=rf"^rule.{option}: rule {rule} has no such option; leave it out, or use "):
             scaled_rule(rule, 100, **{option: 1})
 
 
 def test_widths_that_are_not_given_follow_the_width_of_the_model() -> None:
-    model = resolve("quickstart", changes={"model": {"d_model": 512}}).model
+    model = resolve("quickstart", {"model.d_model": 512}).model
     assert (model.d_expert, model.d_feed_forward, model.heads, model.kv_heads) == (1024, 2048, 8, 8)
-    model = resolve("d6", changes={"model": {"heads": 2}}).model
+    model = resolve("d6", {"model.heads": 2}).model
     assert (model.heads, model.kv_heads, model.d_expert) == (2, 2, 768)
-    model = resolve("quickstart", changes={"model": {"d_model": 512, "d_expert": 100, "kv_heads": 4}}).model
+    model = resolve("quickstart", {"model.d_model": 512, "model.d_expert": 100, "model.kv_heads": 4}).model
     assert (model.d_expert, model.heads, model.kv_heads) == (100, 8, 4)
 
 
 def test_arguments_override_the_file_and_the_file_overrides_the_preset() -> None:
-    file = {"train": {"steps": 50, "seed": 3}, "model": {"rule": {"name": "token_choice", "balance": "aux"}}}
-    config = resolve("tiny", file=file, changes={"train": {"seed": 4}}, rule_options={"bias_rate": 0.1})
+    file = {"train": {"steps": 50, "seed": 3}, "rule": {"name": "token_choice", "balance": "aux"}}
+    config = resolve("tiny", by_path(file), {"train.seed": 4, "rule.bias_rate": 0.1})
     assert (config.train.steps, config.train.seed) == (50, 4)
     assert config.train.batch_size == resolve("tiny").train.batch_size
     assert config.model.rule == TokenChoice(balance="aux", bias_rate=0.1)
 
 
 def test_the_config_of_a_run_gives_the_same_run() -> None:
-    config = resolve("tiny", "expert_choice", changes={"optim": {"betas": (0.8, 0.9)}, "model": {"softcap": None}})
+    config = resolve("tiny", {"rule.name": "expert_choice", "optim.betas": (0.8, 0.9), "model.softcap": None})
     recorded = json.loads(json.dumps(config.to_dict())) | {"format": "x", "version": 1, "corpus": {}, "versions": {}}
-    assert resolve("d12", file=recorded) == config
+    assert resolve("d12", by_path(recorded)) == config
 
 
 def test_another_rule_takes_only_the_layers_sizes_from_the_files_rule() -> None:
-    recorded = resolve("tiny", rule_options={"num_experts": 8, "experts_per_token": 2, "decay": 0.5}).to_dict()
-    config = resolve("tiny", "expert_choice", file=recorded)
+    options = {"rule.num_experts": 8, "rule.experts_per_token": 2, "rule.decay": 0.5}
+    recorded = by_path(resolve("tiny", options).to_dict())
+    config = resolve("tiny", recorded, {"rule.name": "expert_choice"})
     assert config.model.rule == scaled_rule("expert_choice", config.train.steps, num_experts=8, experts_per_token=2)
-    assert resolve("tiny", "dense", file=recorded).model.rule is None
+    assert resolve("tiny", recorded, {"rule.name": "dense"}).model.rule is None
 
 
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ({"trian": {}}, r"section 'trian' is unknown; use model, data, optim, train"),
+        ({"trian": {}}, r"section 'trian' is unknown; use model, rule, data, optim, train"),
         ({"train": 3}, r"section 'train' must be an object of options, not 3"),
-        ({"train": {"stepz": 3}}, r"option 'stepz' is unknown; did you mean steps\?"),
-        ({"optim": {"zzz": 3}}, r"option 'zzz' is unknown; there are matrix_lr, "),
-        ({"train": {"steps": "many"}}, r"steps='many' must be a whole number"),
-        ({"train": {"steps": True}}, r"steps=True must be a whole number"),
-        ({"train": {"device": "gpu"}}, r"device='gpu' must be auto, cpu, cuda or mps"),
+        ({"train": {"stepz": 3}}, r"option train.stepz is unknown; did you mean train.steps\?"),
+        ({"optim": {"zzz": 3}}, r"option optim.zzz is unknown; see et train --help-all"),
+        ({"train": {"steps": "many"}}, "train.steps: expected a whole number of at least 1, not many"),
+        ({"train": {"steps": True}}, r"train.steps=True must be a whole number"),
+        ({"train": {"device": "gpu"}}, "train.device: expected auto, cpu, cuda or mps, not gpu"),
         ({"optim": {"betas": ["a", "b"]}}, r"betas=\['a', 'b'\] must be 2 numbers"),
         ({"optim": {"betas": [0.9]}}, r"betas=\[0.9\] must be 2 numbers"),
-        ({"optim": {"clip": "x"}}, r"clip='x' must be a number above 0 and below 1e\+30 or none"),
-        ({"model": {"rule": "token_choice"}}, r"rule='token_choice' must be an object such as \{\"name\": "),
-        ({"model": {"rule": {"name": None}}}, r"rule=\{'name': None\} must be an object such as"),
-        ({"model": {"rule": {"name": "best"}}}, r"rule='best' is unknown; use one of dense, token_choice, "),
-        ({"model": {"rule": {"name": "token_choice", "decay": 1}}}, r"^decay: rule token_choice has no such option"),
+        ({"optim": {"clip": "x"}}, r"optim.clip: expected a number above 0 and below 1e\+30 or none, not x"),
+        ({"rule": "token_choice"}, r"section 'rule' must be an object of options, not 'token_choice'"),
+        ({"rule": {"name": None}}, r"rule.name=None must be text"),
+        ({"rule": {"name": "best"}}, r"rule='best' is unknown; use one of dense, token_choice, "),
+        ({"rule": {"name": "token_choice", "decay": 1}}, r"^rule.decay: rule token_choice has no such option"),
     ],
 )
 def test_invalid_options_in_a_file_are_refused_by_name(file: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        resolve(file=file)
+        resolve("tiny", by_path(file))
 
 
 def test_an_unknown_preset_and_an_incomplete_configuration_are_refused() -> None:
     with pytest.raises(ValueError, match=r"preset 'd13' is unknown; did you mean d12\?"):
         resolve("d13")
-    with pytest.raises(ValueError, match=r"configuration has no section 'data'"):
+    with pytest.raises(ValueError, match=r"configuration has no section 'rule'"):
         RunConfig.from_dict({"model": {}})
 
 
@@ -206,7 +208,7 @@ def test_alternatives_are_the_literals_first_and_each_once() -> None:
 def test_a_number_beyond_every_type_is_refused(section: str, name: str) -> None:
     """A configuration file with 400 digits ended in an OverflowError."""
     with pytest.raises(ValueError, match=f"{name}=1000"):
-        resolve("tiny", changes={section: {name: 10**400}})
+        resolve("tiny", {f"{section}.{name}": 10**400})
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

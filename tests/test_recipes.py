@@ -113,7 +113,7 @@ def test_without_the_shared_expert_as_much_is_active() -> None:
 
 def test_better_rates_are_nanochats_under_the_papers_optimizers_at_any_width() -> None:
     """At d_model 128, λ makes 0.3 and 0.008 of AdamW 0.73 and 0.0196; Muon's 0.02 has no λ."""
-    optim = resolve("quickstart", "dense", recipe="better_rates").optim
+    optim = resolve("quickstart", {"rule.name": "dense"}, recipe="better_rates").optim
     rates = {"matrix_lr": 0.02, "embed_lr": 0.3, "head_lr": 0.008, "scale_muon": False}
     given = rates | {"betas": (0.8, 0.95), "adamw_warmup_steps": 0}
     assert optim == replace(scaled_optim(1200), **given)
@@ -125,7 +125,7 @@ def test_better_rates_are_nanochats_under_the_papers_optimizers_at_any_width() -
 def test_nanochats_optimizer_keeps_its_own_settings_in_runs_of_any_length() -> None:
     assert of_paper("nanochat").optim == NANOCHAT
     assert of_paper("nanochat").model.initialization == "nanochat"
-    short = resolve("quickstart", recipe="nanochat", changes={"train": {"steps": 100}}).optim
+    short = resolve("quickstart", {"train.steps": 100}, recipe="nanochat").optim
     assert short == replace(NANOCHAT, adamw_warmup_steps=10, muon_warmup_steps=10, momentum_warmup_steps=100)
 
 
@@ -134,18 +134,16 @@ def test_flags_switch_off_single_pieces_of_nanochats_trunk() -> None:
     assert trunk.optim == plain.optim
     assert trunk.model == replace(plain.model, **TRUNKS["nanochat"])
     for name, value in TRUNKS["paper"].items():
-        without = resolve("quickstart", "dense", recipe="nanochat_trunk", changes={"model": {name: value}}).model
+        without = resolve("quickstart", {f"model.{name}": value}, recipe="nanochat_trunk").model
         assert getattr(without, name) == value
 
 
 def test_the_tuned_rate_of_matrices_falls_with_the_length_of_a_run_as_far_as_it_was_measured() -> None:
     found = {
-        steps: resolve("quickstart", changes={"train": {"steps": steps}}).optim.matrix_lr
-        for steps in (20, 250, 500, 1000, 5000)
+        steps: resolve("quickstart", {"train.steps": steps}).optim.matrix_lr for steps in (20, 250, 500, 1000, 5000)
     }
     assert found == {20: 0.06, 250: 0.06, 500: 0.035, 1000: 0.02, 5000: 0.02}
-    given = {"train": {"steps": 250}, "optim": {"matrix_lr": 0.03}}
-    assert resolve("quickstart", changes=given).optim.matrix_lr == 0.03
+    assert resolve("quickstart", {"train.steps": 250, "optim.matrix_lr": 0.03}).optim.matrix_lr == 0.03
     assert of_paper("tuned").optim == TUNED
 
 
@@ -202,7 +200,7 @@ def test_a_decay_remembers_the_same_share_of_a_run() -> None:
 
 def test_flags_go_before_the_recipe_and_its_preset_is_the_papers() -> None:
     given = parse_run(
-        "et train", "", [], ["--recipe", "d20_expert_threshold", "--decay", "0.95", "--matrix-lr", "0.01"]
+        "et train", "", [], ["--recipe", "d20_expert_threshold", "--rule.decay", "0.95", "--matrix-lr", "0.01"]
     )
     config = resolve_run(given)
     assert config.model.layers == 20
@@ -217,7 +215,7 @@ def test_flags_go_before_the_recipe_and_its_preset_is_the_papers() -> None:
 
 def test_a_file_goes_before_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "options.json"
-    file.write_text('{"model": {"rule": {"name": "expert_choice"}}, "train": {"steps": 9}}')
+    file.write_text('{"rule": {"name": "expert_choice"}, "train": {"steps": 9}}')
     config = resolve_run(parse_run("et train", "", [], ["tiny", "--recipe", "expert_threshold", "--config", str(file)]))
     assert isinstance(config.model.rule, ExpertChoice)
     assert config.train.steps == 9
@@ -248,22 +246,25 @@ def test_a_recipe_trains(tmp_path: Path) -> None:
     small = ["tiny", "--vocab-size", 270, "--context", 32, "--data", text, "--threads", 1]
     assert et("train", "--recipe", "expert_choice_8k", *small, "--tokens", 1100, "--out", out) == 0
     config = RunFolder.open(out).config
-    assert config["model"]["rule"]["pool"] == 4 * 32
+    assert config["rule"]["pool"] == 4 * 32
     assert config["train"]["steps"] == 2
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--recipe expert_treshold", "not expert_treshold; did you mean expert_threshold?"),
+        ("--recipe expert_treshold", "did you mean expert_threshold?"),
         ("tiny --tokens 2047", "tokens=2047 is below one batch of 2048 tokens"),
         ("tiny --tokens 1", "tokens=1 is below one batch of 2048 tokens"),
         ("tiny --tokens 9999 --steps 3", "tokens=9999 and steps=3 both say how long to train"),
-        ("tiny --warmup-steps 101", "warmup_steps=101 is beyond the run of 100 steps"),
-        ("tiny --adamw-warmup-steps 101", "adamw_warmup_steps=101 is beyond the run of 100 steps"),
-        ("--recipe expert_threshold --steps 100 --warmup-steps 4000", "warmup_steps=4000 is beyond the run of 100"),
+        ("tiny --rule.warmup-steps 101", "rule.warmup_steps=101 is beyond the run of 100 steps"),
+        ("tiny --optim.adamw-warmup-steps 101", "optim.adamw_warmup_steps=101 is beyond the run of 100 steps"),
+        (
+            "--recipe expert_threshold --steps 100 --rule.warmup-steps 4000",
+            "warmup_steps=4000 is beyond the run of 100",
+        ),
         ("--recipe expert_choice_8k tiny --batch-size 6", "pool=512 does not divide the batch of 6 × 128"),
-        ("tiny --rule expert_choice --pool 100", "pool=100 does not divide the batch of 16 × 128"),
+        ("tiny --rule expert_choice --rule.pool 100", "pool=100 does not divide the batch of 16 × 128"),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "train"])

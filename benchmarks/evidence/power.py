@@ -43,12 +43,16 @@ from expert_threshold.train.device import machine
 
 FIRST, SECOND = "expert_threshold", "token_choice"
 METHODS = {
-    FIRST: "--rule expert_threshold --gate softmax --null-scores 16",
-    SECOND: "--rule token_choice --balance aux --aux-strength 0.01 --gate softmax --null-scores 16",
+    FIRST: "--rule expert_threshold --rule.gate softmax --rule.null-scores 16",
+    SECOND: "--rule token_choice --rule.balance aux --rule.aux-strength 0.01 --rule.gate softmax --rule.null-scores 16",
     "dense": "--rule dense",
 }
-VARIANTS = {"usual": "", "to_zero": "--min-lr-ratio 0", "half_batches": "--batch-size 4"}  # ways to spend the tokens
-SHARED = "--threads 1 --eval-tokens 400000 --sample-every none --keep-checkpoints 5"
+VARIANTS = {
+    "usual": "",
+    "to_zero": "--optim.min-lr-ratio 0",
+    "half_batches": "--batch-size 4",
+}  # ways to spend the tokens
+SHARED = "--threads 1 --eval-tokens 400000 --sample-every none --train.keep-checkpoints 5"
 LOSSES = {
     "the end": lambda record: record["loss"],
     "five late validations": lambda record: fmean(record["late"].values()),

@@ -111,7 +111,7 @@ def rule_options(method: str, context: int) -> dict[str, Any]:
 
 def configured(method: str, seed: int, setting: Setting) -> Any:
     """Return the run's configuration."""
-    from expert_threshold.config import resolve
+    from expert_threshold.config import by_path, resolve
     from expert_threshold.model import PRESETS
 
     preset = setting.pick(PRESET, "tiny")
@@ -122,13 +122,9 @@ def configured(method: str, seed: int, setting: Setting) -> Any:
     )
     model = setting.pick({}, {"vocab_size": 300, "d_model": 32, "context": 32})
     context = PRESETS[preset]["context"]
-    return resolve(
-        preset,
-        METHODS[method][0],
-        rule_options=rule_options(method, context),
-        changes={"train": train, "model": model, "data": text(setting)},
-        tokens=setting.pick(TOKENS, None),
-    )
+    rule = {"name": METHODS[method][0], **rule_options(method, context)}
+    options = by_path({"rule": rule, "train": train, "model": model, "data": text(setting)})
+    return resolve(preset, options, tokens=setting.pick(TOKENS, None))
 
 
 def run(method: str, seed: int, setting: Setting) -> Row:

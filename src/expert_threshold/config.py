@@ -1,18 +1,21 @@
-"""Whole runs: presets of model, data, optimizer and training together, changed by files and flags."""
+"""Whole runs: presets of model, data, optimizer and training together, changed by options.
+
+An option is known by its path everywhere: `optim.matrix_lr` is a key of config.json and the flag --optim.matrix-lr.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .data import DataConfig
 from .data.public import FINEWEB_EDU
 from .model import PRESETS, GPTConfig
 from .optim import OptimConfig
-from .option import did_you_mean, require_valid
+from .option import allows, alternatives, did_you_mean, kinds_of, parse_value, require_kind
 from .recipes import RECIPES, in_proportion, intervals
-from .routing import DENSE, RULES, Rule, option_names, require_options, rule_from_dict
+from .routing import DENSE, RULES, Rule, option_names, require_option, rule_from_dict
 from .train import TrainConfig
 
 Options = Mapping[str, Any]
@@ -54,12 +57,12 @@ RUNS: dict[str, Preset] = {
 DEFAULT_PRESET = "quickstart"
 DEFAULT_RULE = "expert_threshold"
 # Options that carry over when the rule is changed: the sizes of the layer.
-SHARED_RULE_OPTIONS = ("num_experts", "experts_per_token")
+SHARED_RULE_OPTIONS = ("rule.num_experts", "rule.experts_per_token")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The configuration of a run; its fields are the sections of config.json."""
+    """The configuration of a run. The rule belongs to the model, and has its own section in config.json."""
 
     model: GPTConfig
     data: DataConfig
@@ -67,9 +70,9 @@ class RunConfig:
     train: TrainConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as a JSON object of four sections."""
+        """Return the configuration as a JSON object of sections."""
         return {
-            "model": self.model.to_dict(),
+            **self.model.to_dict(),
             "data": asdict(self.data),
             "optim": asdict(self.optim),
             "train": asdict(self.train),
@@ -81,17 +84,24 @@ class RunConfig:
         for section in SECTIONS:
             if section not in record:
                 raise ValueError(f"configuration has no section {section!r}; name the config.json of a run")
-        check_changes(record)
+        by_path(record)
         return cls(
-            model=GPTConfig.from_dict(record["model"]),
+            model=GPTConfig.from_dict(record),
             data=DataConfig(**record["data"]),
             optim=OptimConfig(**record["optim"]),
             train=TrainConfig(**record["train"]),
         )
 
 
-SECTIONS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
-
+SECTIONS = ("model", "rule", "data", "optim", "train")
+RECORDS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+KINDS = {
+    f"{section}.{field.name}": kinds_of(record)[field.name]
+    for section, record in RECORDS.items()
+    for field in fields(record)
+    if field.metadata
+}
+"""The type of every option by path, but for the rule's, which depend on the rule."""
 
 # The other entries of config.json: facts of that run, which have no effect on another.
 FACTS = (
@@ -109,21 +119,81 @@ FACTS = (
 )
 
 
-def check_changes(changes: Options) -> None:
-    """Raise ValueError for an unknown section or option, or a value of the wrong type."""
-    for section, options in changes.items():
+def by_path(record: Options) -> dict[str, Any]:
+    """Return the options in the sections of a configuration, or of a part of one, by path.
+
+    Raises ValueError for an unknown section or option, or a value of the wrong type. Text may stand for any value, as
+    on a command line: TOML has no null.
+    """
+    found: dict[str, Any] = {}
+    for section, options in record.items():
         if section in FACTS:
             continue
         if section not in SECTIONS:
             raise ValueError(f"section {section!r} is unknown; use {', '.join(SECTIONS)}")
         if not isinstance(options, Mapping):
             raise ValueError(f"section {section!r} must be an object of options, not {options!r}")
-        require_valid(SECTIONS[section], options)
-        rule = options.get("rule", {"name": DENSE})
-        if not (isinstance(rule, Mapping) and isinstance(rule.get("name"), str)):
-            raise ValueError(f'rule={rule!r} must be an object such as {{"name": "expert_threshold"}}')
-        if rule["name"] in (DENSE, *RULES):  # one that is not in the table may yet be replaced by --rule
-            require_options(rule)
+        found |= {f"{section}.{name}": value for name, value in options.items()}
+    name = found.get("rule.name")
+    return typed(found, name if name in (DENSE, *RULES) else None)  # another may yet be replaced by --rule
+
+
+def nested(options: Options) -> dict[str, dict[str, Any]]:
+    """Return options by path in their sections."""
+    return {section: found for section in SECTIONS if (found := in_section(options, section))}
+
+
+def in_section(options: Options, section: str) -> dict[str, Any]:
+    """Return the options of a section by name."""
+    return {path.partition(".")[2]: value for path, value in options.items() if path.startswith(f"{section}.")}
+
+
+def kinds(rule: str = DENSE) -> dict[str, Any]:
+    """Return the types of a run's options by path, for this rule. Raises ValueError if there is no such rule."""
+    own = {f"rule.{name}": kinds_of(RULES[rule])[name] for name in option_names(rule)}
+    return {**KINDS, "rule.name": str, **own}
+
+
+def typed(options: Options, rule: str | None = None) -> dict[str, Any]:
+    """Return options by path with text parsed. Raises ValueError for one that is unknown or invalid.
+
+    rule: whose options are meant; None leaves the rule's options as they are.
+    """
+    known, found = kinds(DENSE if rule is None else rule), dict(options)
+    for path, value in options.items():
+        if path not in known and not path.startswith("rule."):
+            raise ValueError(f"option {path} is unknown; {did_you_mean(path, KINDS, 'see et train --help-all')}")
+        if path not in known and rule is not None:
+            require_option(rule, path.removeprefix("rule."))
+        if path in known and not allows(known[path], value):
+            found[path] = _parsed(path, value, known[path])
+    return found
+
+
+def _parsed(path: str, value: Any, kind: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and allows(kind, int(value)):
+        return int(value)  # another rule's option of the same name may be any number
+    if not isinstance(value, str):
+        require_kind(path, value, kind)
+    try:
+        return parse_value(kind, value)
+    except ValueError as error:
+        near = did_you_mean(value, map(str, alternatives(kind)), otherwise="")
+        raise ValueError(f"{path}: {'; '.join(filter(None, (str(error), near)))}") from None
+
+
+def merged(*layers: Options) -> dict[str, Any]:
+    """Return the options of all layers, each over the ones before. Of a rule that a layer replaces with another, only
+    the numbers of experts stay.
+    """
+    found: dict[str, Any] = {}
+    for layer in layers:
+        rule = layer.get("rule.name", found.get("rule.name"))
+        if rule != found.get("rule.name"):
+            kept = () if rule == DENSE else SHARED_RULE_OPTIONS
+            found = {path: value for path, value in found.items() if path in kept or not path.startswith("rule.")}
+        found |= layer
+    return found
 
 
 def scaled_rule(name: str, steps: int, /, **options: Any) -> Rule | None:
@@ -131,9 +201,13 @@ def scaled_rule(name: str, steps: int, /, **options: Any) -> Rule | None:
 
     Raises ValueError naming an option that the rule lacks.
     """
-    require_options({"name": name, **options})
-    scaled = {} if name == DENSE else RULES[name].scaled(steps, options)
-    return rule_from_dict({"name": name, **scaled, **options})
+    given = in_section(typed({f"rule.{option}": value for option, value in options.items()}, name), "rule")
+    return rule_from_dict({"name": name, **_scaled(name, steps, given), **given})
+
+
+def _scaled(name: str | None, steps: int, options: Options) -> Options:
+    """Return the options that the rule scales to the length of a run."""
+    return {} if name in (None, DENSE) else RULES[name].scaled(steps, options)
 
 
 def scaled_optim(steps: int, **options: Any) -> OptimConfig:
@@ -151,19 +225,15 @@ def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
     There is at least one head. Raises ValueError naming d_model if the resulting number of heads does not divide it.
     """
     d_model = changes.get("d_model", base["d_model"])
-    sizes = dict(base)
-    if isinstance(d_model, int) and d_model > 0:
-        sizes |= {
-            name: max(1, base[name] * d_model // base["d_model"]) for name in ("d_expert", "d_feed_forward", "heads")
-        }
-        width, left = divmod(d_model, sizes["heads"])
-        if "heads" not in changes and (left or width % 2):
-            raise ValueError(
-                f"d_model={d_model} cannot be divided into heads of an even width near the preset's, "
-                f"{base['d_model'] // base['heads']}; give a multiple of that, or the number of heads, too"
-            )
-    sizes["kv_heads"] = max(1, changes.get("heads", sizes["heads"]) * base["kv_heads"] // base["heads"])
-    return {**sizes, **changes}
+    widths = {name: max(1, base[name] * d_model // base["d_model"]) for name in ("d_expert", "d_feed_forward", "heads")}
+    width, left = divmod(d_model, widths["heads"])
+    if "heads" not in changes and (left or width % 2):
+        raise ValueError(
+            f"d_model={d_model} cannot be divided into heads of an even width near the preset's, "
+            f"{base['d_model'] // base['heads']}; give a multiple of that, or the number of heads, too"
+        )
+    kv_heads = max(1, changes.get("heads", widths["heads"]) * base["kv_heads"] // base["heads"])
+    return {**base, **widths, "kv_heads": kv_heads, **changes}
 
 
 def scheduled(base: Options, given: Options, context: int, tokens: int | None, of_paper: bool) -> TrainConfig:
@@ -178,7 +248,7 @@ def scheduled(base: Options, given: Options, context: int, tokens: int | None, o
             raise ValueError(f"tokens={tokens} and steps={given['steps']} both say how long to train; give one of them")
         if tokens < per_step:
             raise ValueError(f"tokens={tokens} is below one batch of {per_step} tokens; give at least that many")
-        options["steps"] = tokens // max(per_step, 1)
+        options["steps"] = tokens // per_step
     if of_paper:
         options |= intervals(options["steps"], per_step)
     elif tokens is not None:
@@ -189,65 +259,52 @@ def scheduled(base: Options, given: Options, context: int, tokens: int | None, o
 
 def require_warmups_fit(config: RunConfig) -> None:
     """Raise ValueError for a warmup longer than the run."""
-    for part in (config.model.rule, config.optim):
+    for section, part in (("rule", config.model.rule), ("optim", config.optim)):
         for name, steps in vars(part).items() if part is not None else ():
             if name.endswith("warmup_steps") and steps > config.train.steps:
                 raise ValueError(
-                    f"{name}={steps} is beyond the run of {config.train.steps} steps; give fewer, or train longer"
+                    f"{section}.{name}={steps} is beyond the run of {config.train.steps} steps; give fewer, or train "
+                    "longer"
                 )
 
 
 def resolve(
     preset: str = DEFAULT_PRESET,
-    rule: str | None = None,
-    *,
-    rule_options: Options | None = None,
-    changes: Options | None = None,
-    file: Options | None = None,
+    *layers: Options,
     recipe: str | None = None,
     tokens: int | None = None,
-    rescale: bool = False,
+    initial: Options | None = None,
 ) -> RunConfig:
-    """Return the run of a preset, changed by a recipe, then by a file, then by the other arguments.
+    """Return the run of a preset, changed by a recipe, by `initial`, and by layers of options by path, in this order.
 
-    file: sections of a config.json. changes: the same, without a rule. rule: its name; of a recipe's or a file's other
-    rule only the numbers of experts and of experts per token stay. rule_options: the options of the rule. tokens: the
-    budget, in place of steps; with it or with a recipe, intervals are in proportion to the run. rescale: the file
-    belongs to another run, so options that its rule scales to the length of a run are computed anew.
-    Raises ValueError for unknown names and for values that cannot train.
+    initial: options of another run; those that its rule scales to the length of a run follow this run. tokens: the
+    budget, in place of steps; with it or with a recipe, intervals are in proportion to the run. Raises ValueError for
+    unknown names and for values that cannot train.
     """
     if preset not in RUNS:
         raise ValueError(f"preset {preset!r} is unknown; {did_you_mean(preset, RUNS)}")
     if recipe is not None and recipe not in RECIPES:
         raise ValueError(f"recipe {recipe!r} is unknown; {did_you_mean(recipe, RECIPES)}")
-    base = RUNS[preset]
-    chosen = recipe or base.recipe
-    made_by = None if chosen is None else RECIPES[chosen]
-    check_changes(file or {})
-    layers = [file or {}, changes or {}]
+    base, other, layers = RUNS[preset], dict(initial or {}), tuple(map(typed, layers))
+    lowest: dict[str, Options] = {"optim": base.optim}
+    made_by = RECIPES.get(recipe or base.recipe or "")
     if made_by is not None:
         batch = made_by.options_of_batch(base.train["batch_size"], base.train.get("accumulation", 1))
         data = {"source": FINEWEB_EDU} if preset == made_by.preset else {}
-        layers.insert(0, {"model": made_by.model, "train": batch, "data": data})
-    given = {
-        section: {name: value for layer in layers for name, value in layer.get(section, {}).items()}
-        for section in SECTIONS
-    }
-    below = dict(given["model"].pop("rule", {}))
-    sizes = scaled_model(PRESETS[preset], given["model"])
-    train = scheduled(base.train, given["train"], sizes["context"], tokens, of_paper=recipe is not None)
+        lowest |= {"model": made_by.model, "train": batch, "data": data}
+    given = merged(by_path(lowest), other, *layers)
+    model = scaled_model(PRESETS[preset], in_section(given, "model"))
+    train = scheduled(base.train, in_section(given, "train"), model["context"], tokens, of_paper=recipe is not None)
     if made_by is not None:
-        below = below or dict(made_by.options_of_rule(train.batch_size, sizes["context"], train.steps))
-        given["optim"] = {**made_by.options_of_optim(train.steps), **given["optim"]}
-    name_below = below.pop("name", None)
-    name = rule or name_below or DEFAULT_RULE
-    if name != name_below:
-        below = {k: v for k, v in below.items() if k in SHARED_RULE_OPTIONS and k in option_names(name)}
-    elif rescale and name != DENSE:
-        below |= RULES[name].scaled(train.steps, below)
+        lowest["rule"] = made_by.options_of_rule(train.batch_size, model["context"], train.steps)
+        lowest["optim"] = {**base.optim, **made_by.options_of_optim(train.steps)}
+    rescaled = _scaled(other.get("rule.name"), train.steps, in_section(other, "rule"))
+    other |= {f"rule.{name}": value for name, value in rescaled.items()}
+    given = merged(by_path(lowest), other, *layers)
+    rule = {"name": DEFAULT_RULE, **in_section(given, "rule")}
     return RunConfig(
-        model=GPTConfig(**sizes, rule=scaled_rule(name, train.steps, **(below | dict(rule_options or {})))),
-        data=DataConfig(**given["data"]),
-        optim=scaled_optim(train.steps, **(dict(base.optim) | given["optim"])),
+        model=GPTConfig(**model, rule=scaled_rule(rule.pop("name"), train.steps, **rule)),
+        data=DataConfig(**in_section(given, "data")),
+        optim=scaled_optim(train.steps, **in_section(given, "optim")),
         train=train,
     )

@@ -32,7 +32,7 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
         if not is_out_of_memory(error):
             raise
         raise ValueError(
-            "out of memory; use a smaller --batch-size with more --accumulation, --activation-checkpointing, "
+            "out of memory; use a smaller --batch-size with more --accumulation, --train.activation-checkpointing, "
             "or a smaller model"
         ) from error
     rendezvous = options.get("rendezvous")

@@ -1,7 +1,8 @@
-"""Options of configuration records: dataclass fields with a help, types with bounds, and the check of values."""
+"""Options of configuration records: dataclass fields with a help text and bounds, read from text and checked."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 class Bounds(NamedTuple):
-    """Bounds of a number; None is none. `Annotated[int, Bounds(least=1)]` is the type of the numbers within them."""
+    """Bounds of a number; None is unbounded. `Annotated[int, Bounds(least=1)]` is the type of the numbers within."""
 
     least: float | None = None
     above: float | None = None
@@ -24,7 +25,7 @@ class Bounds(NamedTuple):
     below: float | None = None
 
     def hold(self, value: float) -> bool:
-        """Return True if the value is within them."""
+        """Return True if the value is within the bounds."""
         tests = zip((operator.ge, operator.gt, operator.le, operator.lt), self, strict=True)
         return all(bound is None or test(value, bound) for test, bound in tests)
 
@@ -34,17 +35,17 @@ class Bounds(NamedTuple):
 
 
 Count = Annotated[int, Bounds(least=1)]
-Whole = Annotated[int, Bounds(least=0)]
+NonNegativeInt = Annotated[int, Bounds(least=0)]
 Positive = Annotated[float, Bounds(above=0)]
 Minutes = Annotated[float, Bounds(above=0, below=1e7)]
-NotNegative = Annotated[float, Bounds(least=0)]
+NonNegative = Annotated[float, Bounds(least=0)]
 Decay = Annotated[float, Bounds(least=0, below=1)]
 """The share of the old value that a running mean keeps."""
 Share = Annotated[float, Bounds(above=0, most=1)]
 
 
 def option(default: T, help: str) -> T:
-    """Return a dataclass field with this default; command lines show `help`, one or two sentences, in `--help`."""
+    """Return a dataclass field with this default; `--help` shows the text, one or two sentences."""
     return field(default=default, metadata={"help": help})
 
 
@@ -94,24 +95,15 @@ def bare(alternative: Any) -> tuple[Any, Bounds]:
 
 def describe(kind: Any) -> str:
     """Return a field's type in words."""
-    parts = [_in_words(alternative) for alternative in alternatives(kind)]
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "none"}
+    parts = []
+    for plain, bounds in map(bare, alternatives(kind)):
+        if get_origin(plain) is tuple:
+            within = f", each {bounds}" if str(bounds := bare(get_args(plain)[0])[1]) else ""
+            parts.append(f"{len(get_args(plain))} numbers such as {','.join('0.9' for _ in get_args(plain))}{within}")
+        else:
+            parts.append(f"{words.get(plain, plain)} {bounds}".rstrip())
     return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-
-
-def _in_words(alternative: Any) -> str:
-    kind, bounds = bare(alternative)
-    if get_origin(kind) is tuple:
-        within = str(bare(get_args(kind)[0])[1])
-        numbers = f"{len(get_args(kind))} numbers such as {','.join('0.9' for _ in get_args(kind))}"
-        return f"{numbers}, each {within}" if within else numbers
-    words: dict[Any, str] = {
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        bool: "true or false",
-        type(None): "none",
-    }
-    return f"{words.get(kind, kind)} {bounds}".rstrip()
 
 
 def allows(kind: Any, value: Any) -> bool:
@@ -135,10 +127,35 @@ def _allows(alternative: Any, value: Any) -> bool:
     return type(value) is kind and value != ""
 
 
+WORDS = {"none": None, "true": True, "false": False}
+
+
+def parse_value(kind: Any, text: str) -> Any:
+    """Return the value of a field's type that the text, as typed, stands for. Raises ValueError if there is none."""
+    for alternative in sorted(alternatives(kind), key=lambda alternative: alternative is str):  # any text is a str
+        plain = bare(alternative)[0]
+        value: Any = text
+        with contextlib.suppress(ValueError):
+            if plain in (int, float):
+                value = plain(text)
+            elif plain in (bool, type(None)):
+                value = WORDS.get(text.lower(), text)
+            elif get_origin(plain) is tuple:
+                parts = zip(get_args(plain), text.split(","), strict=True)
+                value = tuple(parse_value(part, each) for part, each in parts)
+        if _allows(alternative, value):
+            return value
+    raise ValueError(f"expected {describe(kind)}, not {text}")
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """Return a remedy for an unknown name: the known one that is close, else `otherwise`, or all of them."""
-    known = {each.lstrip("-"): each for each in known}  # dashes alone make no two options alike
-    near = get_close_matches(name.lstrip("-"), known, 1)
+    """Return a remedy for an unknown name: the known one that is close, else `otherwise`, or all of them.
+
+    Paths such as --optim.clip are compared by their last part.
+    """
+    known = list(known)
+    last = {each.rpartition(".")[2].lstrip("-"): each for each in reversed(known)}
+    near = get_close_matches(name.rpartition(".")[2].lstrip("-"), last, 1)
     if near:
-        return f"did you mean {known[near[0]]}?"
-    return f"there are {', '.join(known.values())}" if otherwise is None else otherwise
+        return f"did you mean {last[near[0]]}?"
+    return f"there are {', '.join(known)}" if otherwise is None else otherwise

@@ -250,7 +250,7 @@ def test_the_script_says_what_the_paper_and_a_run_say(
     flags = [
         "--rule",
         "expert_choice",
-        "--pool",
+        "--rule.pool",
         "sequence",
         "--steps",
         "2",

@@ -403,7 +403,7 @@ def test_statements_about_after_warmup_skip_the_interval_that_warmup_ends_in(run
     folder = run()
     config = json.loads((folder.path / "config.json").read_text())
     config["train"]["log_every"] = 2
-    config["model"]["rule"]["warmup_steps"] = 3
+    config["rule"]["warmup_steps"] = 3
     (folder.path / "config.json").write_text(json.dumps(config))
     lines = [record for record in folder.metrics.read() if record["split"] != "train" or record["step"] % 2 == 0]
     for record in lines:

@@ -80,8 +80,8 @@ def test_the_text_depends_neither_on_the_order_of_the_archive_nor_on_the_folder(
 
 
 SMALL = (
-    " --eval-tokens 512 --vocab-size 300 --layers 2 --d-model 16 --heads 1 --kv-heads 1 --d-expert 8 --context 32 "
-    "--batch-size 2 --log-every 5"
+    " --eval-tokens 512 --vocab-size 300 --layers 2 --d-model 16 --model.heads 1 --model.kv-heads 1 --model.d-expert 8 "
+    "--context 32 --batch-size 2 --log-every 5"
 )
 
 

@@ -100,7 +100,15 @@ def test_a_stand_in_for_nanochat_trains_on_the_batches_of_a_comparison(
     text.write_text("\n".join(f"line {i} of a short text about nothing much" for i in range(3000)))
     (tmp_path / "checkout" / "nanochat").mkdir(parents=True)
     (tmp_path / "checkout" / "nanochat" / "gpt.py").write_text(NANOCHAT)
-    sizes = {"layers": 1, "d-model": 32, "heads": 2, "kv-heads": 2, "vocab-size": 300, "context": 32, "batch-size": 2}
+    sizes = {
+        "layers": 1,
+        "d-model": 32,
+        "model.heads": 2,
+        "model.kv-heads": 2,
+        "vocab-size": 300,
+        "context": 32,
+        "batch-size": 2,
+    }
     small = ["tiny", *(word for name, size in sizes.items() for word in (f"--{name}", str(size)))]
     fixed = ["--rules", "dense", "--data", str(text), "--eval-every", "2", "--eval-tokens", "100", "--threads", "1"]
     for steps in ("4", "2"):

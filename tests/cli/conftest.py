@@ -34,7 +34,20 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def small(text: Path) -> Options:
     """Options of a run that takes no time: 3 layers, two of them with experts; validations at steps 2 and 4."""
-    sizes = ["--vocab-size", 270, "--batch-size", 2, "--context", 32, "--layers", 3, "--d-model", 32, "--heads", 2]
+    sizes = [
+        "--vocab-size",
+        270,
+        "--batch-size",
+        2,
+        "--context",
+        32,
+        "--layers",
+        3,
+        "--d-model",
+        32,
+        "--model.heads",
+        2,
+    ]
     intervals = ["--eval-every", 2, "--eval-tokens", 128, "--log-every", 1, "--checkpoint-every", 2]
     return ["tiny", "--data", text, "--threads", 1, *sizes, *intervals]
 

@@ -272,8 +272,7 @@ def swept(folder: Path, **options: dict[str, Any]) -> Path:
     for method, sections in options.items():
         (folder / method).mkdir(parents=True)
         rule = {"name": methods()[method].rule or "dense"}
-        content = {**sections, "model": {**sections.get("model", {}), "rule": rule}}
-        (folder / method / "best.json").write_text(json.dumps(content))
+        (folder / method / "best.json").write_text(json.dumps({**sections, "rule": rule}))
     return folder
 
 
@@ -314,7 +313,7 @@ def test_a_method_that_diverges_has_no_loss_and_the_others_follow(
         tmp_path / "swept", token_choice={"optim": {"matrix_lr": 1e29, "head_lr": 1e29}}, expert_threshold={}
     )
     chosen = ["--rules", "token_choice,expert_threshold", "--tuned", folder, "--out", tmp_path / "out"]
-    command = ["compare", *small, *chosen, "--steps", 14, "--eval-every", 14, "--softcap", "none"]
+    command = ["compare", *small, *chosen, "--steps", 14, "--eval-every", 14, "--model.softcap", "none"]
     assert et(*command) == 0
     told = capsys.readouterr().out
     assert "token_choice seed 0 diverged" in told
@@ -449,12 +448,15 @@ def test_without_matplotlib_all_but_the_figure_is_written(
         (["--seeds", 0], ["--seeds", "at least 1, not 0"]),
         (["--seed", 3], ["unknown option --seed", "--seeds"]),
         (["--rule", "dense"], ["unknown option --rule", "--rules"]),
-        (["--balance", "aux"], ["unknown option --balance"]),
-        (["--rules", "dense,token_choice", "--decay", 0.5], ["--decay 0.5", "dense, token_choice", "leave it out"]),
+        (["--rule.balance", "aux"], ["unknown option --rule.balance"]),
+        (
+            ["--rules", "dense,token_choice", "--rule.decay", 0.5],
+            ["--rule.decay 0.5", "dense, token_choice", "leave it out"],
+        ),
         (["--rules", "dense", "--baseline", "relu"], ["--baseline relu", "dense"]),
         (["--eval-every", "none"], ["--eval-every none", "leave it out"]),
-        (["--experts-per-token", 0.05], ["experts_per_token=0.05"]),
-        (["--rules", "dense,expert_threshold", "--pool", 7], ["pool", "7"]),
+        (["--experts-per-token", 0.05], ["rule.experts_per_token", "0.05"]),
+        (["--rules", "dense,expert_threshold", "--rule.pool", 7], ["pool", "7"]),
         (["--data", "missing.txt"], ["missing.txt", "does not exist"]),
         (["--vocab-size", 256], ["vocab_size=256"]),
         (["--threads", 100_000], ["threads=100000", "at most"]),
@@ -472,8 +474,8 @@ def test_an_invalid_comparison_is_refused_before_anything_is_created(
         (["--steps", 8], ["steps=8 differs from 4"]),
         (["--layers", 2], ["layers=2 differs from 3"]),
         (["--matrix-lr", 0.5], ["matrix_lr=0.5 differs from 0.02"]),
-        (["--validation-fraction", 0.5], ["validation_fraction=0.5 differs from 0.05"]),
-        (["--warmup-steps", 2], ["warmup_steps=2 differs from 0"]),
+        (["--data.validation-fraction", 0.5], ["validation_fraction=0.5 differs from 0.05"]),
+        (["--rule.warmup-steps", 2], ["warmup_steps=2 differs from 0"]),
         (["--rules", "token_choice_aux", "--context", 16], ["context=16 differs from 32"]),
     ],
 )
@@ -646,8 +648,8 @@ def test_each_method_is_what_its_name_says() -> None:
 @pytest.mark.parametrize(("preset", "steps"), [("tiny", 100), ("quickstart", PAPER_STEPS)])
 def test_the_kin_of_expert_threshold_differ_in_the_cutoff_and_the_bounds_alone(preset: str, steps: int) -> None:
     kin = [f"expert_threshold_{name}" for name in ("last_batch", "mean", "trend")]
-    bounded = [config.model.rule for config in configure({"preset": preset, "steps": steps}, kin).values()]
-    free = configure({"preset": preset, "steps": steps}, [f"{name}_unbounded" for name in kin]).values()
+    bounded = [config.model.rule for config in configure({"preset": preset, "train.steps": steps}, kin).values()]
+    free = configure({"preset": preset, "train.steps": steps}, [f"{name}_unbounded" for name in kin]).values()
     last, mean, trend = bounded
     assert isinstance(mean, ExpertThreshold)
     unbounded = [replace(rule, capacity_slack=None) for rule in bounded if isinstance(rule, ExpertThreshold)]
@@ -677,7 +679,9 @@ def test_an_option_of_rules_reaches_every_method_that_leaves_it_open() -> None:
 
 
 def test_rules_are_scaled_to_the_steps_of_the_run() -> None:
-    rule = configure({"preset": "tiny", "steps": PAPER_STEPS}, ["expert_threshold"])["expert_threshold"].model.rule
+    rule = configure({"preset": "tiny", "train.steps": PAPER_STEPS}, ["expert_threshold"])[
+        "expert_threshold"
+    ].model.rule
     assert rule == ExpertThreshold()
 
 
@@ -812,7 +816,7 @@ def test_joined_rows_name_their_number_of_experts_and_of_steps_and_note_several_
     finished: Path, copy: Path, tmp_path: Path
 ) -> None:
     def other_sizes(config: dict[str, Any]) -> None:
-        config["model"]["rule"]["num_experts"] = 64
+        config["rule"]["num_experts"] = 64
         config["model"] |= {"d_expert": 8, "shared_experts": 4, "gate_norm": "fanout"}
         config["optim"]["expert_lr"] = 0.01
         config["versions"]["expert_threshold"] = "9.9"
@@ -834,7 +838,7 @@ def test_a_run_in_two_joined_folders_is_taken_once_or_the_difference_named(
     finished: Path, copy: Path, refused: Refused, tmp_path: Path
 ) -> None:
     """Dense is the same run beside any number of experts, and could not be joined with itself."""
-    recorded(copy, lambda config: config["model"]["rule"].update(num_experts=64), but="dense")
+    recorded(copy, lambda config: config["rule"].update(num_experts=64), but="dense")
     join = ["compare", "--join", finished, "--join", copy, "--out", tmp_path / "out"]
     assert et(*join) == 0
     rows = {row["method"]: row["seeds"] for row in read(tmp_path / "out" / "joined.json")["table"]}

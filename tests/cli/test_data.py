@@ -67,7 +67,20 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Options:
-    sizes = ["--layers", 2, "--d-model", 32, "--heads", 2, "--vocab-size", 270, "--batch-size", 2, "--context", 32]
+    sizes = [
+        "--layers",
+        2,
+        "--d-model",
+        32,
+        "--model.heads",
+        2,
+        "--vocab-size",
+        270,
+        "--batch-size",
+        2,
+        "--context",
+        32,
+    ]
     return ["tiny", *sizes, "--threads", 1, "--eval-tokens", 64]
 
 
@@ -114,7 +127,7 @@ def test_more_shards_do_not_change_the_runs_that_began_before(
     assert et("train", "--resume", run) == 0
     assert weights.read_bytes() == before
     assert et("evaluate", run, "--bundle", "none", "--eval-tokens", 64) == 0
-    assert et("train", *text, "--train-shards", 2, "--out", tmp_path / "limited") == 0
+    assert et("train", *text, "--data.train-shards", 2, "--out", tmp_path / "limited") == 0
     found = tmp_path / "limited" / "checkpoints" / "step_000002" / "model.safetensors"
     assert found.read_bytes() == before
     compare = ["compare", *text, "--rules", "dense", "--out", tmp_path / "compare"]
@@ -126,8 +139,8 @@ def test_more_shards_do_not_change_the_runs_that_began_before(
     hashes = {RunFolder.open(tmp_path / "compare" / "dense" / f"seed_{n}").config["corpus"]["hash"] for n in (0, 1)}
     assert len(hashes) == 1
     none = ["--out", tmp_path / "none"]
-    refused(["train", *text, "--train-shards", 5, *none], "train_shards=5: fineweb-edu has 4 for training")
-    refused(["train", "tiny", "--train-shards", 1, *none], "embedded has no Parquet shards; leave it out")
+    refused(["train", *text, "--data.train-shards", 5, *none], "train_shards=5: fineweb-edu has 4 for training")
+    refused(["train", "tiny", "--data.train-shards", 1, *none], "embedded has no Parquet shards; leave it out")
 
 
 def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_it(
@@ -187,7 +200,7 @@ def test_damaged_shards_are_skipped_while_a_tokenizer_is_trained(
     assert et(*make, "--skip-damaged") == 0
     assert f"skipped: {damaged} is damaged" in capsys.readouterr().err
     (shards / "tokenizer.json").unlink()
-    assert et(*train, "--skip-damaged") == 0
+    assert et(*train, "--data.skip-damaged") == 0
     assert f"skipped: {damaged} is damaged" in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -28,28 +28,29 @@ from expert_threshold.cli import COMMANDS, main, options
 from expert_threshold.cli import data as data_command
 from expert_threshold.cli import generate as generate_command
 from expert_threshold.cli import train as train_command
-from expert_threshold.cli.options import Command, Option, parse, parse_value, show
-from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
-from expert_threshold.config import RUNS, SECTIONS, resolve
+from expert_threshold.cli.options import Option, parse, show
+from expert_threshold.cli.run_options import EVERYDAY, flag_of, parse_run, resolve_run, run_options
+from expert_threshold.config import KINDS, RUNS, resolve
 from expert_threshold.files import new_folder
 from expert_threshold.moe.backends import BY_NAME
-from expert_threshold.option import Bounds, Count, alternatives, describe
+from expert_threshold.option import Bounds, Count, alternatives, describe, parse_value
 from expert_threshold.recipes import methods
 from expert_threshold.routing import RULES, ExpertThreshold, TokenChoice, option
 
 
 def help_and_options(command: str) -> tuple[str, list[Option]]:
-    """The output of `et COMMAND --help` and the options it lists."""
-    made: list[Command] = []
-    parser, printed = options._Parser, io.StringIO()
+    """The output of `et COMMAND --help`, or of `--help-all` if it has one, and the options it lists."""
+    made: list[list[Option]] = []
+    init, printed = options.Parser.__init__, io.StringIO()
 
-    def noted(command: Command) -> Any:
-        made.append(command)
-        return parser(command)
+    def noted(self: options.Parser, prog: str, description: str, offered: list[Option]) -> None:
+        made.append(offered)
+        init(self, prog, description, offered)
 
-    with mock.patch.object(options, "_Parser", noted), contextlib.redirect_stdout(printed):
-        assert et(*command.split(), "--help") == 0
-    return printed.getvalue(), made[-1].options
+    flag = "--help-all" if command in ("train", "plan", "compare", "sweep") else "--help"
+    with mock.patch.object(options.Parser, "__init__", noted), contextlib.redirect_stdout(printed):
+        assert et(*command.split(), flag) == 0
+    return printed.getvalue(), made[-1]
 
 
 HELP = {
@@ -83,7 +84,7 @@ def test_help_shows_every_option_with_its_default_and_every_value_that_has_a_nam
     text, offered = HELP[command]
     assert text.startswith(f"usage: et {command}")
     for each in offered:
-        assert each.flag in text
+        assert (f"--[no-]{each.flag[2:]}" if each.kind is bool else each.flag) in text
         assert each.help
         assert unwrapped(each.help) in unwrapped(text), each.flag
         assert each.required or f"(default: {show(each.default)})" in unwrapped(text)
@@ -94,7 +95,7 @@ def test_help_shows_every_option_with_its_default_and_every_value_that_has_a_nam
 def help_of(option: Option, text: str) -> str:
     """Return the help of one option as one line."""
     lines = text.splitlines()
-    name = re.compile(rf"  {option.flag}(?![\w-])")
+    name = re.compile(rf"  {option.flag}(?![\w.-])")
     first = next(number for number, line in enumerate(lines) if name.match(line))
     rest = itertools.takewhile(lambda line: not line.startswith("  --"), lines[first + 1 :])
     return " ".join([lines[first], *rest])
@@ -106,16 +107,15 @@ def test_help_lists_the_names_that_stand_in_lists() -> None:
 
 
 def test_dispatch_is_chosen_among_all_there_are() -> None:
-    kind = next(option.kind for option in HELP["train"][1] if option.name == "dispatch")
+    kind = next(option.kind for option in HELP["train"][1] if option.name == "model.dispatch")
     assert set(alternatives(kind)) == set(BY_NAME)
 
 
 def test_an_option_that_is_any_text_refuses_none() -> None:
     """Options that take a few names have a type that lists them; --help and errors are made from it."""
-    for section, record in SECTIONS.items():
-        for name, kind in get_type_hints(record).items():
-            if str in alternatives(kind) and name != "windows":  # a pattern, which says so itself
-                resolve("tiny", changes={section: {name: "no-such-name"}})
+    for path, kind in KINDS.items():
+        if str in alternatives(kind) and path != "model.windows":  # a pattern, which says so itself
+            resolve("tiny", {path: "no-such-name"})
 
 
 def test_help_shows_the_defaults_of_the_chosen_preset_and_rule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,41 +134,47 @@ def test_no_two_options_of_a_run_share_a_name() -> None:
 class Clashing(TokenChoice):
     """A rule whose options are named like others."""
 
-    seed: int = option(5, "Draws the routers.")
+    seed: int = option(5, "Draws the routers. It has no effect on anything else.")
     out: int | None = option(None, "none is no help.")
     decay: float = option(1.0, "Exponent of the gates.")
 
 
-def test_an_option_of_a_rule_with_the_name_of_another_one_is_typed_with_a_prefix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_help_shows_the_options_of_the_chosen_rule_alone_which_may_have_the_names_of_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """--seed was the run's alone, and the rule's could not be given."""
     monkeypatch.setitem(RULES._rules, "clashing", Clashing)  # type: ignore[attr-defined]
-    arguments = ["tiny", "--rule", "clashing", "--seed", "7", "--rule-seed", "9", "--rule_out", "none"]
+    arguments = ["tiny", "--rule", "clashing", "--seed", "7", "--rule.seed", "9", "--rule.out", "none"]
     config = resolve_run(parse_run("et train", "", train_command.OPTIONS, arguments))
     assert config.model.rule == Clashing(seed=9)
     assert config.train.seed == 7
     assert et("train", "--rule", "clashing", "--help") == 0
     text = unwrapped(capsys.readouterr().out)
-    assert "--rule-seed INT Draws the routers. (clashing) (default: 5)" in text
-    assert "--rule-out INT|none none is no help. (clashing) (default: none)" in text
+    assert "--rule.seed INT Draws the routers. (default: 5)" in text
+    assert "--rule.out INT|none none is no help. (default: none)" in text
+    assert "--rule.warmup-steps" not in text
 
 
-def test_help_describes_each_rules_own_options() -> None:
-    """The first rule's help once stood for every rule's option of that name."""
-    text = unwrapped(HELP["plan"][0])
-    assert "--num-experts INT Routed experts in a layer. (default: 16)" in text
-    assert "expert_choice: Tokens that compete for an expert" in text
-    assert "quantile_balancing: Tokens over which quantiles are taken" in text
+@pytest.mark.parametrize("rule", ["dense", *RULES])
+def test_help_is_a_screen_and_a_half_and_names_every_everyday_option_and_the_precedence(
+    rule: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It had 422 lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert et("train", "--rule", rule, "--help") == 0
+    text = capsys.readouterr().out
+    assert text.count("\n") <= 90
+    assert "flag, file, resumed or initial run, recipe, preset" in unwrapped(text)
+    for path in EVERYDAY:
+        assert (rule == "dense" and path in ("rule.num_experts", "rule.experts_per_token")) or flag_of(path) in text
 
 
 @pytest.mark.parametrize("preset", RUNS)
 @pytest.mark.parametrize("rule", ["expert_threshold", "token_choice", "dense"])
 def test_every_default_can_be_typed_as_it_is_shown(preset: str, rule: str) -> None:
-    for group in run_groups(resolve(preset, rule)).values():
-        for offered in group:
-            if offered.kind is not bool:
-                assert parse_value(offered.kind, show(offered.default)) == offered.default
+    for offered in run_options(resolve(preset, {"rule.name": rule})):
+        if offered.kind is not bool:
+            assert parse_value(offered.kind, show(offered.default)) == offered.default
 
 
 @pytest.mark.parametrize(
@@ -203,7 +209,7 @@ def test_values_are_read(kind: Any, text: str, value: object) -> None:
     ],
 )
 def test_no_other_text_is_a_number(kind: type, text: str) -> None:
-    with pytest.raises(ValueError, match=f"^{text}$"):
+    with pytest.raises(ValueError, match="expected a"):
         parse_value(kind, text)
 
 
@@ -216,7 +222,8 @@ def test_types_are_described_in_words() -> None:
 
 
 def test_flags_set_what_they_name() -> None:
-    arguments = "tiny --pool 128 --capacity-slack none --no-debias --softcap=none --gate-norm fanout --betas 0.8,0.9"
+    arguments = "tiny --rule.pool 128 --rule.capacity-slack none --no-rule.debias --model.softcap=none "
+    arguments += "--model.gate_norm fanout --optim.betas 0.8,0.9"
     given = parse_run("et plan", "", [], [*arguments.split(), "--eval-every", "none", "--d_model", "128"])
     config = resolve_run(given)
     rule = config.model.rule
@@ -238,9 +245,9 @@ def test_flags_set_what_they_name() -> None:
     ],
 )
 def test_a_prompt_may_be_any_text(arguments: list[str]) -> None:
-    command = Command("et generate", "", {"generate": generate_command.OPTIONS})
     text = arguments[-1].removeprefix("--prompt=")
-    assert parse(command, ["run", *arguments, "--seed", "-1"]) == {"run": "run", "prompt": text, "seed": -1}
+    given = parse("et generate", "", generate_command.OPTIONS, ["run", *arguments, "--seed", "-1"])
+    assert given == {"run": "run", "prompt": text, "seed": -1}
 
 
 # What is typed, and what the one line has to say: the option or the file, and what to do about it.
@@ -256,22 +263,31 @@ USAGE: list[tuple[str, list[str]]] = [
         "generate . --prompt -x",
         ["--prompt: expected one argument; write --prompt=VALUE for a value that begins with -"],
     ),
-    ("train --no-debias=yes", ["--no-debias", "ignored explicit argument 'yes'"]),
+    ("train --no-rule.debias=yes", ["--rule.debias", "ignored explicit argument 'yes'"]),
     ("train --nope", ["unknown option --nope; see et train --help"]),  # not close to --p
     ("train -steps 3", ["unknown option -steps", "did you mean --steps?"]),
     ("train --steps many", ["--steps: expected a whole number of at least 1, not many"]),
     ("train --rule expert_treshold", ["--rule: expected dense", "not expert_treshold; did you mean expert_threshold?"]),
     ("train tiny d12", ["unexpected d12", "see et train --help"]),
     ("train --matrix-lr nan", ["--matrix-lr: expected a number above 0 and below 1e+30, not nan"]),
-    ("train --betas 0.9", ["--betas: expected 2 numbers such as 0.9,0.9, each of at least 0 and below 1, not 0.9"]),
-    ("train --gate-norm fanuot", ["--gate-norm: expected fanout or none, not fanuot; did you mean fanout?"]),
-    ("train --dispatch fast", ["dispatch", "reference"]),
+    (
+        "train --optim.betas 0.9",
+        ["--optim.betas: expected 2 numbers such as 0.9,0.9, each of at least 0 and below 1, not 0.9"],
+    ),
+    (
+        "train --model.gate-norm fanuot",
+        ["--model.gate-norm: expected fanout or none, not fanuot; did you mean fanout?"],
+    ),
+    ("train --model.dispatch fast", ["dispatch", "reference"]),
     ("train --device gpu", ["--device: expected auto, cpu, cuda", "not gpu"]),
-    ("train --rule token_choice --pool batch", ["pool", "token_choice", "expert_choice or expert_threshold"]),
+    ("train --rule token_choice --rule.pool batch", ["pool", "token_choice", "expert_choice or expert_threshold"]),
     ("train --rule dense --num-experts 4", ["num_experts", "dense", "leave it out"]),
-    ("train --rule expert_choice --balance aux", ["balance", "expert_choice", "token_choice"]),
-    ("train --rule token_choice --experts-per-token 1.5", ["experts_per_token=1.5", "must be a whole number"]),
-    ("train --heads 3", ["heads=3", "d_model"]),
+    ("train --rule expert_choice --rule.balance aux", ["balance", "expert_choice", "token_choice"]),
+    (
+        "train --rule token_choice --experts-per-token 1.5",
+        ["rule.experts_per_token: expected a whole number", "not 1.5"],
+    ),
+    ("train --model.heads 3", ["heads=3", "d_model"]),
     ("train --config missing.json", ["--config missing.json", "no such file"]),
     ("train --resume missing", ["missing", "no such run folder"]),
     ("train --init-from missing", ["missing", "no such run folder"]),
@@ -279,7 +295,7 @@ USAGE: list[tuple[str, list[str]]] = [
     ("train --data missing", ["missing", "does not exist"]),
     ("generate", ["arguments are required: RUN", "see et generate --help"]),
     ("generate missing", ["missing", "no such run folder"]),
-    ("plan --steps 9223372036854775808", ["not 9223372036854775808; numbers must be below 2**63"]),
+    ("plan --steps 9223372036854775808", ["not 9223372036854775808"]),
     ("train --d-model 31", ["d_model=31 cannot be divided into heads", "a multiple of that"]),
     ("compare --rules dense,dense", ["--rules dense,dense: dense is named twice"]),
     ("compare --rules all,dense", ["--rules all: unknown; there are dense, token_choice"]),
@@ -346,21 +362,21 @@ def test_a_file_whose_section_is_no_object_is_refused(
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"name": "expert_threshold", "num_experts": "4"}, "num_experts='4'"),
-        ({"name": "token_choice", "pool": "batch"}, "pool: rule token_choice has no such option"),
-        ({"name": "dense", "pool": "batch"}, "pool: rule dense has no such option"),
+        ({"name": "expert_threshold", "num_experts": [4]}, "rule.num_experts=[4]"),
+        ({"name": "token_choice", "pool": "batch"}, "rule.pool: rule token_choice has no such option"),
+        ({"name": "dense", "pool": "batch"}, "rule.pool: rule dense has no such option"),
     ],
 )
 def test_a_rule_s_option_that_is_none_is_named_with_its_file(
     rule: dict[str, object], message: str, refused: Refused, tmp_path: Path
 ) -> None:
-    (tmp_path / "file.json").write_text(json.dumps({"model": {"rule": rule}}))
+    (tmp_path / "file.json").write_text(json.dumps({"rule": rule}))
     refused(["plan", "--config", tmp_path / "file.json"], f"--config {tmp_path / 'file.json'}: {message}")
 
 
 def test_options_of_a_file_s_rule_may_need_those_that_are_typed(tmp_path: Path) -> None:
     rule = {"name": "expert_threshold", "experts_per_token": 32, "num_experts": 16.0}
-    (tmp_path / "file.json").write_text(json.dumps({"model": {"rule": rule}}))
+    (tmp_path / "file.json").write_text(json.dumps({"rule": rule}))
     assert et("plan", "--config", tmp_path / "file.json", "--num-experts", 64, "--json") == 0
 
 
@@ -386,7 +402,7 @@ def test_running_out_of_memory_is_one_line_and_names_the_options_that_help(
     monkeypatch.setattr(generate_command, "load_model", lambda *_: run_out())
     refused(["generate", run], "out of memory; use a smaller model")
     monkeypatch.setattr(full_run, "train", lambda *_, **__: run_out())
-    options = ["--batch-size", "--accumulation", "--activation-checkpointing"]
+    options = ["--batch-size", "--accumulation", "--train.activation-checkpointing"]
     refused(["train", *small, "--out", tmp_path / "run"], "out of memory", *options)
 
 

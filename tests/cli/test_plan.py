@@ -130,7 +130,7 @@ def test_the_memory_of_a_step_is_within_15_percent_of_what_the_allocator_counts(
     in_dtype = pick_dtype(dtype, torch.device("cpu"))  # bfloat16 takes minutes where it is emulated
     if kernels and (in_dtype == torch.float32 or not cpu.available()):
         pytest.skip("no kernels compute this: it is the case of torch's operations")
-    config = resolve(preset, rule)
+    config = resolve(preset, {"rule.name": rule})
     config = replace(
         config,
         model=replace(config.model, **sizes),
@@ -146,9 +146,9 @@ def test_the_memory_of_a_step_is_within_15_percent_of_what_the_allocator_counts(
     ("arguments", "peaks"),
     [
         ("d12", [160.3]),
-        ("d12 --activation-checkpointing", [35.5]),
+        ("d12 --train.activation-checkpointing", [35.5]),
         ("d12 --gpus 8", [22.0, 19.6, 20.2]),
-        ("d12 --gpus 8 --activation-checkpointing", [6.8, 4.4, 4.8]),
+        ("d12 --gpus 8 --train.activation-checkpointing", [6.8, 4.4, 4.8]),
         ("d12 --gpus 8 --rule dense", [19.5, 18.8, 19.5]),
         ("d12 --gpus 64", [6.5, 3.8, 4.3]),
         ("d20", [241.1]),
@@ -168,7 +168,7 @@ def test_it_names_the_backend_that_auto_chooses() -> None:
         (["d12"], "static"),
         (["d12", "--gpus", "8"], "static"),  # though a pool of all ranks bounds none of them
         (["d12", "--dtype", "float32"], "grouped"),
-        (["d12", "--dispatch", "reference"], "reference"),
+        (["d12", "--model.dispatch", "reference"], "reference"),
         (["quickstart", "--device", "cpu"], "cpu" if cpu.available() else "grouped"),
         (["d12", "--rule", "dense"], None),
     ):
@@ -176,7 +176,7 @@ def test_it_names_the_backend_that_auto_chooses() -> None:
 
 
 def test_buffers_take_more_where_they_are_sized_by_bounds() -> None:
-    static, grouped = (plan("d12", "--dispatch", way)["memory"]["replicate"] for way in ("static", "grouped"))
+    static, grouped = (plan("d12", "--model.dispatch", way)["memory"]["replicate"] for way in ("static", "grouped"))
     assert static["dispatch"] > 1.2 * grouped["dispatch"]
 
 
@@ -227,7 +227,7 @@ def test_memory_goes_down_with_the_micro_batch_and_with_checkpointing() -> None:
         return found
 
     assert peak("--micro-batch", "16") < peak()
-    assert peak("--activation-checkpointing") < 0.6 * peak()
+    assert peak("--train.activation-checkpointing") < 0.6 * peak()
     assert peak("--dtype", "float32") > 1.5 * peak()
 
 
@@ -238,7 +238,7 @@ def test_no_gpu_holds_less_than_one_of_a_layers_experts() -> None:
 
 
 def test_a_model_whose_layers_are_all_dense_sends_no_tokens() -> None:
-    memory = plan("tiny", "--gpus", "2", "--dense-layers", "2", "--layers", "2")["memory"]
+    memory = plan("tiny", "--gpus", "2", "--model.dense-layers", "2", "--layers", "2")["memory"]
     assert memory["expert_parallel"] == memory["replicate"]
 
 
@@ -253,11 +253,11 @@ def test_an_auxiliary_loss_keeps_its_pool_on_any_number_of_gpus() -> None:
     [
         ("--rule expert_choice --gpus 8", 2 * 128),
         ("--rule expert_choice --micro-batch 2", 2 * 128),
-        ("--rule expert_threshold --pool batch --gpus 8", 2 * 128),
+        ("--rule expert_threshold --rule.pool batch --gpus 8", 2 * 128),
         ("--rule expert_threshold --gpus 8", 16 * 128),
         ("--rule expert_threshold --gpus 4 --micro-batch 1", 4 * 128),
         ("--rule expert_choice --gpus 4 --micro-batch 1", 128),
-        ("--rule expert_choice --pool sequence --gpus 8", 128),
+        ("--rule expert_choice --rule.pool sequence --gpus 8", 128),
     ],
 )
 def test_the_pool_is_that_of_one_of_so_many_gpus(arguments: str, pool: int) -> None:
@@ -267,7 +267,8 @@ def test_the_pool_is_that_of_one_of_so_many_gpus(arguments: str, pool: int) -> N
 def test_experts_are_split_as_the_run_says() -> None:
     arguments = ["tiny", "--gpus", "16", "--num-experts", "16"]
     weights = [
-        plan(*arguments, *more)["memory"]["expert_parallel"]["weights"] for more in ((), ("--expert-parallel", "2"))
+        plan(*arguments, *more)["memory"]["expert_parallel"]["weights"]
+        for more in ((), ("--train.expert-parallel", "2"))
     ]
     routed = 4 * plan(*arguments)["parameters"]["routed_experts"]
     assert weights[1] - weights[0] == routed // 2 - routed // 16
@@ -281,17 +282,18 @@ def test_muon_s_batch_is_no_larger_than_a_small_model() -> None:
 def test_a_free_fanout_is_told_with_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert et("plan", "tiny", "--rule", "top_p") == 0
     assert "top_p has no fixed mean fanout; active parameters" in capsys.readouterr().out
-    assert plan("tiny", "--rule", "top_p", "--controller")["assumed"] is None
+    assert plan("tiny", "--rule", "top_p", "--rule.controller")["assumed"] is None
 
 
 @pytest.mark.parametrize(
-    "rule", ["dense", "token_choice", "expert_choice", "expert_threshold", "expert_threshold --pool batch"]
+    "rule", ["dense", "token_choice", "expert_choice", "expert_threshold", "expert_threshold --rule.pool batch"]
 )
 def test_a_gpus_micro_batch_is_that_of_training(rule: str) -> None:
     """Rules whose tokens compete on a rank get whole micro-batches, which the plan had split."""
     arguments = ["d12", "--rule", *rule.split(), "--batch-size", "32", "--accumulation", "4", "--gpus", "2"]
     found = plan(*arguments)
-    config = resolve("d12", rule.split()[0], rule_options={"pool": "batch"} if "--pool" in rule else {})
+    pool = {"rule.pool": "batch"} if "--rule.pool" in rule else {}
+    config = resolve("d12", {"rule.name": rule.split()[0], **pool})
     local = local_batch(32, 4, config.model.rule, 2)
     assert (found["micro_batch"], found["accumulation"]) == (local.batch_size, local.accumulation)
 
@@ -314,8 +316,8 @@ def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         ("--gpus 2 --micro-batch 3", "--micro-batch 3 on 2 GPUs does not divide the step of 16 sequences"),
         ("--gpus 3 --micro-batch 1", "--gpus 3: does not divide the step of 16 sequences"),
         ("--gpus 4 --batch-size 2 --accumulation 8", "4 ranks are more than the 2 sequences"),
-        ("--gpus 16 --expert-parallel 5", "expert_parallel=5 does not divide the 16 ranks"),
-        ("--gpus 3 --batch-size 3 --expert-parallel 3", "num_experts=16 cannot be split over 3 ranks"),
+        ("--gpus 16 --train.expert-parallel 5", "expert_parallel=5 does not divide the 16 ranks"),
+        ("--gpus 3 --batch-size 3 --train.expert-parallel 3", "num_experts=16 cannot be split over 3 ranks"),
         ("--peak-tflops 1e-320", "the run would never end"),
         ("--peak-tflops 1e-9 --price-per-gpu-hour 1e308", "--price-per-gpu-hour 1e+308: the cost is beyond counting"),
         ("--utilisation 0", "--utilisation: expected a number above 0 and at most 1, not 0"),
@@ -327,9 +329,16 @@ def test_nonsense_is_refused(options: str, message: str, refused: Refused) -> No
     refused(["plan", "tiny", *options.split()], message)
 
 
-def test_flags_go_before_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "options.json"
-    file.write_text('{"train": {"steps": 7, "batch_size": 3}, "model": {"rule": {"name": "dense"}}}')
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("options.json", '{"train": {"steps": 7, "batch_size": 3}, "rule": {"name": "dense"}}'),
+        ("options.toml", '[train]\nsteps = 7\nbatch_size = 3\neval_every = "none"\n[rule]\nname = "dense"'),
+    ],
+)
+def test_flags_go_before_the_file(name: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text)
     found = plan("tiny", "--config", str(file), "--batch-size", "5")
     assert (found["preset"], found["config"]) == ("tiny", str(file))
     assert (found["steps"], found["tokens_per_step"], found["rule"]) == (7, 5 * 128, "dense")
@@ -346,4 +355,4 @@ def test_a_plan_of_a_file_alone_claims_no_preset(run: Path, capsys: pytest.Captu
 def test_a_narrow_model_has_one_head() -> None:
     """--d-model 30 was refused as heads=0, which nobody had typed."""
     assert plan("quickstart", "--d-model", "30")["steps"]
-    assert resolve("quickstart", changes={"model": {"d_model": 30}}).model.heads == 1
+    assert resolve("quickstart", {"model.d_model": 30}).model.heads == 1

@@ -16,7 +16,7 @@ import torch
 from cases import et
 from commands import Options, Refused, edit, interrupt_at, read, without
 from expert_threshold.cli.compare import best_options, configure
-from expert_threshold.cli.run_options import RULE, resolve_run
+from expert_threshold.cli.run_options import resolve_run
 from expert_threshold.cli.sweep import read_space, tunable
 from expert_threshold.compare import sweep
 from expert_threshold.compare.sweep import Trial, best_of
@@ -25,7 +25,14 @@ from expert_threshold.runs import RunFolder
 from expert_threshold.train import device
 
 METHODS = ["dense", "expert_threshold"]
-SPACE = ["--space", "matrix_lr=0.005..0.1:log", "--space", "betas=0.9,0.95|0.8,0.95", "--space", "warmup_steps=0..2"]
+SPACE = [
+    "--space",
+    "optim.matrix_lr=0.005..0.1:log",
+    "--space",
+    "optim.betas=0.9,0.95|0.8,0.95",
+    "--space",
+    "rule.warmup_steps=0..2",
+]
 TRIALS = 3
 
 
@@ -69,29 +76,32 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 def test_each_method_has_its_trials_inside_the_space(finished: Path) -> None:
     studies = record_of(finished)["studies"]
     assert list(studies) == METHODS
-    assert studies["dense"]["options"].keys() == {"matrix_lr", "betas"}  # a dense model has no rule's warmup
-    assert studies["expert_threshold"]["options"].keys() == {"matrix_lr", "betas", "warmup_steps"}
+    assert studies["dense"]["options"].keys() == {
+        "optim.matrix_lr",
+        "optim.betas",
+    }  # a dense model has no rule's warmup
+    assert studies["expert_threshold"]["options"].keys() == {"optim.matrix_lr", "optim.betas", "rule.warmup_steps"}
     for method, study in studies.items():
         assert [trial["trial"] for trial in study["trials"]] == [1, 2, 3]
         for trial in study["trials"]:
             assert trial["state"] == "finished"
             assert [step for step, _ in trial["curve"]] == [2, 4]
             assert trial["curve"][-1][1] == trial["loss"]
-            assert 0.005 <= trial["options"]["matrix_lr"] <= 0.1
+            assert 0.005 <= trial["options"]["optim.matrix_lr"] <= 0.1
             run = RunFolder.open(finished / method / f"trial_{trial['trial']:03d}" / "seed_1000")
-            assert run.section("optim")["matrix_lr"] == trial["options"]["matrix_lr"]
+            assert run.section("optim")["matrix_lr"] == trial["options"]["optim.matrix_lr"]
             assert run.section("train")["seed"] == 1000
             assert not run.checkpoints()
         assert study["best"] == min(study["trials"], key=lambda trial: float(trial["loss"]))
-        assert len({trial["options"]["matrix_lr"] for trial in study["trials"]}) == TRIALS
+        assert len({trial["options"]["optim.matrix_lr"] for trial in study["trials"]}) == TRIALS
 
 
 def test_the_first_trial_has_the_present_options(finished: Path) -> None:
     for study in record_of(finished)["studies"].values():
         first = study["trials"][0]
         assert first["present"]
-        assert first["options"]["matrix_lr"] == 0.02
-        assert first["options"]["betas"] == "0.9,0.95"
+        assert first["options"]["optim.matrix_lr"] == 0.02
+        assert first["options"]["optim.betas"] == "0.9,0.95"
         assert study["present"] == first["loss"]
 
 
@@ -110,8 +120,8 @@ def test_the_trials_after_it_cover_every_range_evenly() -> None:
 
 def test_the_first_trials_of_a_study_are_the_present_options_and_the_spread(finished: Path) -> None:
     space: sweep.Space = {
-        "matrix_lr": sweep.Range("", 0.005, 0.1, log=True),
-        "betas": sweep.Choice("", {"0.9,0.95": (0.9, 0.95), "0.8,0.95": (0.8, 0.95)}),
+        "optim.matrix_lr": sweep.Range("", 0.005, 0.1, log=True),
+        "optim.betas": sweep.Choice("", {"0.9,0.95": (0.9, 0.95), "0.8,0.95": (0.8, 0.95)}),
     }
     trials = record_of(finished)["studies"]["dense"]["trials"]
     assert [trial["options"] for trial in trials[1:]] == [sweep.spread(space, 0), sweep.spread(space, 1)]
@@ -121,29 +131,29 @@ def test_the_best_options_are_a_file_that_a_run_takes_as_it_is(finished: Path) -
     for method in METHODS:
         best = record_of(finished)["studies"][method]["best"]["options"]
         config = resolve_run({"preset": "tiny", "config": str(finished / method / "best.json")})
-        assert config.optim.matrix_lr == best["matrix_lr"]
-        assert ",".join(map(str, config.optim.betas)) == best["betas"]
+        assert config.optim.matrix_lr == best["optim.matrix_lr"]
+        assert ",".join(map(str, config.optim.betas)) == best["optim.betas"]
         assert config.train.steps == 100  # the preset's, not that of the trials
         assert config.model.d_model == 32
         if method == "dense":
             assert config.model.rule is None
         else:
             assert config.model.rule is not None
-            assert vars(config.model.rule)["warmup_steps"] == best["warmup_steps"]
+            assert vars(config.model.rule)["warmup_steps"] == best["rule.warmup_steps"]
             assert config.model.rule.num_experts == 4
 
 
 def test_a_comparison_gives_each_method_its_best_options_and_its_kin_those_of_the_rule(finished: Path) -> None:
     names = ["dense", "expert_threshold", "expert_threshold_last_batch"]
     files = best_options([str(finished)], names)
-    configs = configure({"preset": "tiny", RULE + "decay": 0.9}, names, files)
+    configs = configure({"preset": "tiny", "rule.decay": 0.9}, names, files)
     studies = record_of(finished)["studies"]
     for name, method in zip(names, ["dense", "expert_threshold", "expert_threshold"], strict=True):
         assert files[name] == finished / method / "best.json"
-        assert configs[name].optim.matrix_lr == studies[method]["best"]["options"]["matrix_lr"]
+        assert configs[name].optim.matrix_lr == studies[method]["best"]["options"]["optim.matrix_lr"]
     decays = [vars(configs[name].model.rule)["decay"] for name in names[1:]]
     assert decays == [0.9, 0.0]
-    by_flag = configure({"preset": "tiny", "matrix_lr": 0.5}, names, files)
+    by_flag = configure({"preset": "tiny", "optim.matrix_lr": 0.5}, names, files)
     assert all(config.optim.matrix_lr == 0.5 for config in by_flag.values())
 
 
@@ -209,7 +219,7 @@ def test_a_trial_that_was_chosen_and_not_begun_is_chosen_again(command: Options,
     storage = sweep.open_journal(copy / "studies.jsonl")
     import optuna
 
-    optuna.create_study(storage=storage, study_name="dense").enqueue_trial({"matrix_lr": 0.09})
+    optuna.create_study(storage=storage, study_name="dense").enqueue_trial({"optim.matrix_lr": 0.09})
     assert et(*command, "--out", copy) == 0
     assert without(record_of(copy), ["seconds"]) == without(record_of(finished), ["seconds"])
 
@@ -228,15 +238,15 @@ def test_a_killed_sweep_resumes_with_the_same_trials(command: Options, finished:
 
 def test_a_diverging_trial_is_recorded_with_its_reason_and_the_others_continue(small: Options, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    space = ["--space", "matrix_lr=0.02|1e29", "--space", "head_lr=0.004|1e29"]
-    options = ["--steps", 12, "--trials", 5, *space, "--methods", "token_choice", "--softcap", "none"]
+    space = ["--space", "optim.matrix_lr=0.02|1e29", "--space", "optim.head_lr=0.004|1e29"]
+    options = ["--steps", 12, "--trials", 5, *space, "--methods", "token_choice", "--model.softcap", "none"]
     assert et("sweep", *small, *options, "--out", out) == 0
     study = record_of(out)["studies"]["token_choice"]
     assert [trial["trial"] for trial in study["trials"]] == [1, 2, 3, 4, 5]
     diverged = [trial for trial in study["trials"] if trial["state"] == "diverged"]
     assert diverged
     assert all(trial["loss"] is None and "finite" in trial["reason"] for trial in diverged)
-    assert study["best"]["options"] == {"matrix_lr": "0.02", "head_lr": "0.004"}
+    assert study["best"]["options"] == {"optim.matrix_lr": "0.02", "optim.head_lr": "0.004"}
     assert "diverged" in (out / "sweep.html").read_text()
 
 
@@ -245,12 +255,12 @@ def test_a_trial_that_runs_out_of_memory_is_recorded_and_the_others_continue(
 ) -> None:
     """It ended the sweep, and the same command tried it again: no later trial was ever made."""
     out = tmp_path / "out"
-    space = ["--space", "d_expert=16|1000000000000", "--trials", 4]  # more bytes than an address space has
+    space = ["--space", "model.d_expert=16|1000000000000", "--trials", 4]  # more bytes than an address space has
     assert et("sweep", *small, *space, "--out", out) == 0
     trials = record_of(out)["studies"]["expert_threshold"]["trials"]
     assert {trial["state"] for trial in trials} == {"finished", "refused"}
     for trial in trials:
-        fits = trial["options"]["d_expert"] == "16"
+        fits = trial["options"]["model.d_expert"] == "16"
         assert trial["reason"] == (None if fits else "out of memory")
         assert (out / "expert_threshold" / f"trial_{trial['trial']:03d}").exists() <= fits  # none if the loss is known
     assert "refused: out of memory" in capsys.readouterr().out
@@ -260,7 +270,17 @@ def test_all_trials_have_the_tokenizer_and_the_dtype_of_the_first(
     small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    options = [*small, "--methods", "token_choice", "--steps", 4, "--space", "head_lr=0.001|0.004|0.01", "--out", out]
+    options = [
+        *small,
+        "--methods",
+        "token_choice",
+        "--steps",
+        4,
+        "--space",
+        "optim.head_lr=0.001|0.004|0.01",
+        "--out",
+        out,
+    ]
     monkeypatch.setattr(device, "fast_dtype", lambda _: torch.float32)
     assert et("sweep", *options, "--trials", 1) == 0
     monkeypatch.setattr(device, "fast_dtype", lambda _: torch.bfloat16)  # another machine
@@ -277,7 +297,7 @@ def test_all_trials_have_the_tokenizer_and_the_dtype_of_the_first(
 
 def test_a_trial_above_the_median_is_stopped_in_the_middle(small: Options, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = ["--trials", 12, "--methods", "token_choice", "--steps", 8, "--space", "head_lr=1e-4..0.03:log"]
+    options = ["--trials", 12, "--methods", "token_choice", "--steps", 8, "--space", "optim.head_lr=1e-4..0.03:log"]
     assert et("sweep", *small, *options, "--out", out) == 0
     trials = record_of(out)["studies"]["token_choice"]["trials"]
     pruned = [trial for trial in trials if trial["state"] == "pruned"]
@@ -299,10 +319,10 @@ def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_agai
         return train(folder, *arguments, **options)
 
     monkeypatch.setattr(sweep, "train", counted)
-    space = ["--methods", "expert_threshold", "--space", "betas=0.9,0.95|0.8,0.95", "--trials", 5]
+    space = ["--methods", "expert_threshold", "--space", "optim.betas=0.9,0.95|0.8,0.95", "--trials", 5]
     assert et("sweep", *small, *space, "--out", tmp_path / "out") == 0
     trials = record_of(tmp_path / "out")["studies"]["expert_threshold"]["trials"]
-    assert len(trained) == len({trial["options"]["betas"] for trial in trials}) == 2
+    assert len(trained) == len({trial["options"]["optim.betas"] for trial in trials}) == 2
     assert len(trials) == 5
     for trial in trials:
         first = next(other for other in trials if other["options"] == trial["options"])
@@ -312,9 +332,11 @@ def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_agai
 
 def test_options_that_contradict_each_other_cost_one_trial(small: Options, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    space = ["--space", "heads=2|4", "--space", "kv_heads=1|4", "--trials", 6]
-    assert et("sweep", *small, *space, "--methods", "dense", "--heads", 4, "--out", out) == 2  # fixed and searched
-    space = ["--space", "d_expert=32|64", "--space", "matrix_lr=0.01..0.02", "--trials", 2]
+    space = ["--space", "model.heads=2|4", "--space", "model.kv_heads=1|4", "--trials", 6]
+    assert (
+        et("sweep", *small, *space, "--methods", "dense", "--model.heads", 4, "--out", out) == 2
+    )  # fixed and searched
+    space = ["--space", "model.d_expert=32|64", "--space", "optim.matrix_lr=0.01..0.02", "--trials", 2]
     assert et("sweep", *small, *space, "--out", out) == 0
     assert {trial["state"] for trial in record_of(out)["studies"]["expert_threshold"]["trials"]} == {"finished"}
 
@@ -323,27 +345,33 @@ def test_options_that_contradict_each_other_cost_one_trial(small: Options, tmp_p
     ("options", "parts"),
     [
         (["--space", ""], ["--space", "must not be empty"]),
-        (["--space", "matrix_lr"], ["--space matrix_lr: write NAME=LOW..HIGH"]),
-        (["--space", "matrix_lr="], ["--space matrix_lr=: write NAME=LOW..HIGH"]),
-        (["--space", "matrix_lr=0.1"], ["nothing to search", "two or more"]),
-        (["--space", "matrix_lr=0.1|0.1"], ["nothing to search"]),
-        (["--space", "matrix_lr=0.1|0.2|1e-1"], ["nothing to search", "two or more different values"]),
-        (["--space", "batch_size=1|2"], ["batch_size cannot be searched", "sweep once for each --batch-size"]),
-        (["--space", "matrix_lr=0.1..0.1"], ["nothing to search", "0.1 is not below 0.1"]),
-        (["--space", "weight_decay=0..0.1:log"], ["must begin above 0"]),
-        (["--space", "matrix_lr=-1..0.1"], ["--space matrix_lr=-1..0.1: expected a number above 0", "not -1"]),
-        (["--space", "matrix_lr=0.01..0.1:lin"], ["scale 'lin' is unknown"]),
-        (["--space", "matrix_lr=a..b"], ["expected a number", "not a"]),
-        (["--space", "matrix_lr=0.1..inf"], ["expected a number", "not inf"]),
-        (["--space", "matrx_lr=0.1..1"], ["matrx_lr is unknown", "did you mean matrix_lr"]),
-        (["--space", "vocab_size=300..400"], ["vocab_size cannot be searched"]),
-        (["--space", "rule=dense|top_p"], ["rule cannot be searched", "--methods"]),
-        (["--space", "schedule=linear..cosine"], ["expected linear or warmup_stable_decay, not cosine"]),
-        (["--space", "head_lr=1..2", "--space", "head-lr=1..3"], ["head_lr is searched twice"]),
-        (["--space", "head_lr=0.1..1", "--head-lr", 0.1], ["--head-lr 0.1", "leave one of them out"]),
-        (["--space", "balance=aux|none"], ["balance=aux|none", "no open option of expert_threshold"]),
-        (["--space", "router_lr=0.1..1", "--methods", "dense,relu"], ["no option of method dense", "leave dense out"]),
-        (["--space", "warmup_steps=0..900"], ["--space warmup_steps=0..900", "beyond the run"]),
+        (["--space", "optim.matrix_lr"], ["--space optim.matrix_lr: write NAME=LOW..HIGH"]),
+        (["--space", "optim.matrix_lr="], ["--space optim.matrix_lr=: write NAME=LOW..HIGH"]),
+        (["--space", "optim.matrix_lr=0.1"], ["nothing to search", "two or more"]),
+        (["--space", "optim.matrix_lr=0.1|0.1"], ["nothing to search"]),
+        (["--space", "optim.matrix_lr=0.1|0.2|1e-1"], ["nothing to search", "two or more different values"]),
+        (["--space", "train.batch_size=1|2"], ["batch_size cannot be searched", "sweep once for each --batch-size"]),
+        (["--space", "optim.matrix_lr=0.1..0.1"], ["nothing to search", "0.1 is not below 0.1"]),
+        (["--space", "optim.weight_decay=0..0.1:log"], ["must start above 0"]),
+        (
+            ["--space", "optim.matrix_lr=-1..0.1"],
+            ["--space optim.matrix_lr=-1..0.1: expected a number above 0", "not -1"],
+        ),
+        (["--space", "optim.matrix_lr=0.01..0.1:lin"], ["scale 'lin' is unknown"]),
+        (["--space", "optim.matrix_lr=a..b"], ["expected a number", "not a"]),
+        (["--space", "optim.matrix_lr=0.1..inf"], ["expected a number", "not inf"]),
+        (["--space", "optim.matrx_lr=0.1..1"], ["matrx_lr is unknown", "did you mean optim.matrix_lr"]),
+        (["--space", "model.vocab_size=300..400"], ["vocab_size cannot be searched"]),
+        (["--space", "rule=dense|top_p"], ["rule.name cannot be searched", "--methods"]),
+        (["--space", "optim.schedule=linear..cosine"], ["expected linear or warmup_stable_decay, not cosine"]),
+        (["--space", "optim.head_lr=1..2", "--space", "optim.head-lr=1..3"], ["head_lr is searched twice"]),
+        (["--space", "optim.head_lr=0.1..1", "--optim.head-lr", 0.1], ["--optim.head-lr 0.1", "leave one of them out"]),
+        (["--space", "rule.balance=aux|none"], ["balance=aux|none", "no open option of expert_threshold"]),
+        (
+            ["--space", "optim.router_lr=0.1..1", "--methods", "dense,relu"],
+            ["no option of method dense", "leave dense out"],
+        ),
+        (["--space", "rule.warmup_steps=0..900"], ["--space rule.warmup_steps=0..900", "beyond the run"]),
         (["--methods", "expert_treshold"], ["--methods expert_treshold", "did you mean expert_threshold?"]),
         (["--trials", 0], ["--trials: expected a whole number of at least 1 and at most 100000, not 0"]),
         (["--seeds", 0], ["--seeds", "at least 1, not 0"]),
@@ -363,7 +391,9 @@ def test_a_range_has_whole_numbers_for_a_rule_that_takes_no_others() -> None:
     names = ["token_choice", "expert_threshold"]
     configs = configure({"preset": "tiny"}, names)
     space = read_space(["experts_per_token=1..4"], {}, names)
-    searched = [tunable({"preset": "tiny"}, name, configs[name], space).space["experts_per_token"] for name in names]
+    searched = [
+        tunable({"preset": "tiny"}, name, configs[name], space).space["rule.experts_per_token"] for name in names
+    ]
     assert [[entry.value(entry.at(share)) for share in (0.2, 0.9)] for entry in searched] == [[2, 4], [1.6, 3.7]]
 
 
@@ -371,18 +401,18 @@ def test_the_best_options_leave_out_what_a_rule_scales_to_a_runs_length() -> Non
     given, name = {"preset": "quickstart"}, "expert_threshold_mean"
     config = configure(given, [name])[name]
     method = tunable(given, name, config, read_space(["matrix_lr=0.01..0.1:log"], given, [name]))
-    assert method.recommend({"matrix_lr": 0.02})["model"]["rule"] == {"name": "expert_threshold", "estimator": "mean"}
-    chosen = {**given, RULE + "decay": 0.5}
+    assert method.recommend({"optim.matrix_lr": 0.02})["rule"] == {"name": "expert_threshold", "estimator": "mean"}
+    chosen = {**given, "rule.decay": 0.5}
     method = tunable(chosen, name, config, read_space(["matrix_lr=0.01..0.1:log"], chosen, [name]))
-    assert method.recommend({"matrix_lr": 0.02})["model"]["rule"]["decay"] == 0.5
+    assert method.recommend({"optim.matrix_lr": 0.02})["rule"]["decay"] == 0.5
 
 
 def test_a_warmup_beyond_the_presets_run_is_among_the_best_options(
     small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The best options were checked as a run of the preset's length, which refused the warmup: no file was written."""
-    longer = ["--steps", 101, "--eval-every", 101, "--adamw-warmup-steps", 101]
-    space = ["--space", "matrix_lr=0.01..0.1:log", "--trials", 1]
+    longer = ["--steps", 101, "--eval-every", 101, "--optim.adamw-warmup-steps", 101]
+    space = ["--space", "optim.matrix_lr=0.01..0.1:log", "--trials", 1]
     assert et("sweep", *small, *longer, *space, "--out", tmp_path / "out") == 0
     best = tmp_path / "out" / "expert_threshold" / "best.json"
     assert json.loads(best.read_text())["optim"] == {"matrix_lr": 0.02, "adamw_warmup_steps": 101}
@@ -391,32 +421,35 @@ def test_a_warmup_beyond_the_presets_run_is_among_the_best_options(
 
 def test_a_value_that_was_searched_is_among_the_best_options_even_if_it_is_usual() -> None:
     """A warmup that the preset's run has, too, was left out, and a run of another length scaled it."""
-    given, name = {"preset": "tiny", "steps": 50}, "expert_threshold"
-    space = read_space(["adamw_warmup_steps=5|10", "warmup_steps=10|20"], given, [name])
-    best = {"adamw_warmup_steps": 10, "warmup_steps": 20}
+    given, name = {"preset": "tiny", "train.steps": 50}, "expert_threshold"
+    space = read_space(["optim.adamw_warmup_steps=5|10", "rule.warmup_steps=10|20"], given, [name])
+    best = {"optim.adamw_warmup_steps": 10, "rule.warmup_steps": 20}
     found = tunable(given, name, configure(given, [name])[name], space).recommend(best)
     assert found == {
         "optim": {"adamw_warmup_steps": 10},
-        "model": {"rule": {"name": "expert_threshold", "warmup_steps": 20}},
+        "rule": {"name": "expert_threshold", "warmup_steps": 20},
     }
 
 
 def test_an_option_that_was_fixed_stays_fixed_in_a_run_of_another_length(tmp_path: Path) -> None:
     """The preset has 0.02 at its own length and 0.06 at 250 steps: the best options lost a rate fixed at 0.02."""
     (tmp_path / "own.json").write_text(json.dumps({"optim": {"head_lr": 0.008}}))
-    given, name = {"preset": "quickstart", "matrix_lr": 0.02, "config": str(tmp_path / "own.json")}, "expert_threshold"
-    space = read_space(["embed_lr=0.2..0.4:log"], given, [name])
-    best = tunable(given, name, configure(given, [name])[name], space).recommend({"embed_lr": 0.3})
+    given, name = (
+        {"preset": "quickstart", "optim.matrix_lr": 0.02, "config": str(tmp_path / "own.json")},
+        "expert_threshold",
+    )
+    space = read_space(["optim.embed_lr=0.2..0.4:log"], given, [name])
+    best = tunable(given, name, configure(given, [name])[name], space).recommend({"optim.embed_lr": 0.3})
     assert best["optim"] == {"matrix_lr": 0.02, "embed_lr": 0.3, "head_lr": 0.008}
     (tmp_path / "best.json").write_text(json.dumps(best))
-    assert resolve_run({"config": str(tmp_path / "best.json"), "steps": 250}).optim.matrix_lr == 0.02
+    assert resolve_run({"config": str(tmp_path / "best.json"), "train.steps": 250}).optim.matrix_lr == 0.02
 
 
 def test_none_is_the_present_value_of_a_rate_that_follows_the_matrices() -> None:
     given, name = {"preset": "tiny"}, "expert_threshold"
     config = configure(given, [name])[name]
     for searched, present in (("none|0.1", "none"), ("0.01..0.05:log", 0.02), ("0.01|0.02", "0.02")):
-        for option in ("router_lr", "expert_lr"):
+        for option in ("optim.router_lr", "optim.expert_lr"):
             method = tunable(given, name, config, read_space([f"{option}={searched}"], given, [name]))
             assert method.present == {option: present}
 
@@ -425,7 +458,7 @@ def test_another_space_preset_or_length_is_refused_by_name(command: Options, cop
     for changed, parts in (
         (["--seeds", 2], ["seeds=2 differs from 1"]),
         (["--steps", 8], ["steps=8 differs from 4"]),
-        (["--space", "head_lr=0.1..0.2"], ["space=", "differs from"]),
+        (["--space", "optim.head_lr=0.1..0.2"], ["space=", "differs from"]),
     ):
         refused([*command, *changed, "--out", copy], *parts, "name another --out")
     of_another = ["d4" if argument == "tiny" else argument for argument in command]

@@ -110,7 +110,7 @@ def test_a_dense_run_is_upcycled_and_trained_on(tmp_path: Path) -> None:
     tokens = TOKENS[:, :64]
     old, new = (load_model(run)[0] for run in (dense_run, start))
     torch.testing.assert_close(new(tokens).logits, old(tokens).logits, rtol=1e-5, atol=1e-5)
-    options = ["--steps", 12, "--warmup-steps", 4, "--log-every", 1, "--out", moe_run]
+    options = ["--steps", 12, "--rule.warmup-steps", 4, "--log-every", 1, "--out", moe_run]
     assert et("train", "tiny", "--init-from", start, *small, *options) == 0
     logged = {run: lines(run / "metrics.jsonl") for run in (dense_run, moe_run)}
     losses = [line["loss"] for line in logged[moe_run] if line["split"] == "train"]

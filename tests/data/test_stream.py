@@ -290,7 +290,7 @@ def test_damaged_shards_are_named_in_one_line(tmp_path: Path) -> None:
     bad = damage(folder)
     reasons = ["is damaged or no Parquet file", "is damaged or no Parquet file", "has no documents", "has no column"]
     for path, reason in zip(bad.values(), reasons, strict=False):
-        with pytest.raises(ValueError, match=rf"^{path} {reason}.*; or skip such shards with --skip-damaged$"):
+        with pytest.raises(ValueError, match=rf"^{path} {reason}.*; or skip such shards with --data.skip-damaged$"):
             open_source(str(folder))
         path.unlink()
     open_source(str(folder))

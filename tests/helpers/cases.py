@@ -127,9 +127,7 @@ def write_run(path: Path, model: GPT, step: int = 4, text: Path | None = None) -
     if text is not None:
         opened = open_source(str(text))
         corpus = {"name": str(text), "hash": opened.hash, "bytes": opened.bytes}
-    run.write_config(
-        {"model": model.config.to_dict(), "train": train, "data": {"source": corpus["name"]}, "corpus": corpus}
-    )
+    run.write_config({**model.config.to_dict(), "train": train, "data": {"source": corpus["name"]}, "corpus": corpus})
     small_tokenizer().save(run.tokenizer_path)
     run.metrics.append({"step": step, "split": "validation", "loss": 5.25, "bits_per_byte": 3.5})
     run.save_checkpoint(step, {"model": model.state_dict()}, {})

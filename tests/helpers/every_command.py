@@ -35,7 +35,10 @@ from expert_threshold.runs import RunFolder, load_model
 
 FOLDER = Path(sys.argv[1])
 CORPUS = FOLDER / "corpus.jsonl"
-SIZES = "--layers 2 --d-model 32 --heads 2 --kv-heads 2 --d-expert 16 --vocab-size 270 --context 32 --num-experts 4"
+SIZES = (
+    "--layers 2 --d-model 32 --model.heads 2 --model.kv-heads 2 --model.d-expert 16 --vocab-size 270 --context 32 "
+    "--num-experts 4"
+)
 LOOP = (
     "--eval-tokens 256 --batch-size 4 --eval-every none --sample-every none --log-every 2 --threads 1 --dtype float32"
 )
@@ -69,7 +72,7 @@ def metrics(run: Path, split: str) -> list[dict[str, Any]]:
 
 
 def rule_of(run: Path) -> dict[str, Any]:
-    record: dict[str, Any] = RunFolder.open(run).section("model")["rule"]
+    record: dict[str, Any] = RunFolder.open(run).section("rule")
     return record
 
 
@@ -93,11 +96,11 @@ def plan() -> None:
 
 def help_and_nonsense() -> None:
     text = " ".join(et("train --rule min_p --help").split())
-    assert "--p-rate FLOAT min_p: Step u of log p, as a share of the error of the log of the mean fanout." in text
-    refused(f"train {MIN_P} --p-rate 7", "p_rate=7.0 must be a number of at least 0 and at most 1")
-    refused(f"train {MIN_P} --p-rate much", "--p-rate: expected a number, not much")
-    refused(f"train {MIN_P} --decay 0.5", "rule min_p has no such option")
-    refused(f"train {WHAT} --rule token_choice --p-rate 0.5", "min_p")
+    assert "--rule.p-rate FLOAT Step u of log p, as a share of the error of the log of the mean fanout." in text
+    refused(f"train {MIN_P} --rule.p-rate 7", "rule.p_rate: expected a number of at least 0 and at most 1, not 7")
+    refused(f"train {MIN_P} --rule.p-rate much", "rule.p_rate: expected a number")
+    refused(f"train {MIN_P} --rule.decay 0.5", "rule min_p has no such option")
+    refused(f"train {WHAT} --rule token_choice --experts-per-token 1 --rule.p-rate 0.5", "min_p")
 
 
 def train() -> None:
@@ -125,13 +128,13 @@ def resume() -> None:
 
 def begin_from() -> None:
     """Rescales the rule's constants and keeps what was learned."""
-    told = et(f"train --init-from {RUN} --steps 2 {LOOP} --data {CORPUS} --p-start 0.9 --out {FOLDER / 'next'}")
+    told = et(f"train --init-from {RUN} --steps 2 {LOOP} --data {CORPUS} --rule.p-start 0.9 --out {FOLDER / 'next'}")
     assert "the state of its rule is loaded" in told, told
     assert rule_of(FOLDER / "next")["experts_per_token"] == 1.5
     first, last = (metrics(run, "train")[i]["layers"]["1"]["p"] for run, i in ((FOLDER / "next", 0), (RUN, -1)))
     assert abs(first - last) < abs(first - 0.9), "p began anew"
     assert json.loads(et(f"plan --config {RUN / 'config.json'} --json"))["rule"] == "min_p"
-    given = {"init_from": str(RUN), "steps": 100}
+    given = {"init_from": str(RUN), "train.steps": 100}
     assert rule_options_of(given)["p_rate"] == 0.3, "the rate is not scaled to the new run"
     assert rule_options_of(given | {"continue_warmup": True})["p_rate"] == 0.5
 
@@ -147,11 +150,11 @@ def compare() -> None:
 def sweep() -> None:
     if find_spec("optuna") is None:
         return
-    out, space = FOLDER / "sweep", "--space p_rate=0.1|0.5"
+    out, space = FOLDER / "sweep", "--space rule.p_rate=0.1|0.5"
     told = et(f"sweep {WHAT} --methods min_p --steps 2 --eval-every 2 --trials 1 {space} --out {out}")
-    assert re.search(r"^ *min_p +1 .* p_rate ", told, re.MULTILINE), told
-    assert json.loads((out / "sweep.json").read_text())["studies"]["min_p"]["best"]["options"] == {"p_rate": "0.5"}
-    assert json.loads((out / "min_p" / "best.json").read_text())["model"]["rule"]["name"] == "min_p"
+    assert re.search(r"^ *min_p +1 .* rule\.p_rate ", told, re.MULTILINE), told
+    assert json.loads((out / "sweep.json").read_text())["studies"]["min_p"]["best"]["options"] == {"rule.p_rate": "0.5"}
+    assert json.loads((out / "min_p" / "best.json").read_text())["rule"]["name"] == "min_p"
 
 
 def evaluate() -> None:
@@ -295,7 +298,10 @@ def ranks() -> None:
     alone = FOLDER / "alone"
     et(f"train {MIN_P} --steps 2 --log-every 1 --out {alone}")
     expected = [record["loss"] for record in metrics(alone, "train")]
-    et(f"train {MIN_P} --steps 2 --log-every 1 --nproc 2 --expert-parallel 2 --shard --out {FOLDER / 'split'}")
+    et(
+        f"train {MIN_P} --steps 2 --log-every 1 --nproc 2 --train.expert-parallel 2 --train.shard "
+        f"--out {FOLDER / 'split'}"
+    )
     losses = [record["loss"] for record in metrics(FOLDER / "split", "train")]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-4)
     assert metrics(FOLDER / "split", "train")[-1]["layers"]["1"]["p"] > 0

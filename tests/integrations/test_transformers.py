@@ -336,7 +336,7 @@ def test_engines_that_mix_requests_in_one_row_are_refused(exported: Folder, name
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flat", lambda *_, **__: None)
-        remedy = "another --rule" if name == "sequence" else "--key-offset none"
+        remedy = "another --rule" if name == "sequence" else "--model.key-offset none"
         with pytest.raises(ValueError, match=f"flat batches.*train with.*{remedy}"):
             transformers.AutoModel.from_pretrained(exported(name), attn_implementation="flat")
         transformers.AutoModel.from_pretrained(exported(OURS), attn_implementation="flat")

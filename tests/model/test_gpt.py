@@ -129,7 +129,7 @@ def test_a_config_survives_json(rule: Rule | None) -> None:
 
 def test_an_unknown_option_or_preset_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"'colour'.* vocab_size"):
-        GPTConfig.from_dict({"colour": 1})
+        GPTConfig.from_dict({"model": {"colour": 1}, "rule": {"name": "dense"}})
     with pytest.raises(ValueError, match=r"'d13'.* tiny, .* d12"):
         GPTConfig.preset("d13")
 

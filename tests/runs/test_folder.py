@@ -317,7 +317,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, GPT]:
     tokens = torch.randint(257, (2, 16))
     for weight in model.parameters():  # the zero-initialised ones too: every tensor must come back
         weight.data.normal_()
-    run.write_config({"model": config.to_dict()})
+    run.write_config(config.to_dict())
     Tokenizer.train(["abc"], 257).save(run.tokenizer_path)
     for step in (1, 2):
         model.update_rules(model(tokens).observations)

@@ -174,7 +174,7 @@ def test_metrics_have_what_reports_read(name: str, start: Start, tmp_path: Path)
 def test_a_run_folder_records_all_that_repeats_it(start: Start, tmp_path: Path, corpus: Path) -> None:
     start(log_every=4)
     config = RunFolder.open(tmp_path / "run").config
-    assert GPTConfig.from_dict(config["model"]) == tiny()
+    assert GPTConfig.from_dict(config) == tiny()
     assert OptimConfig(**config["optim"]) == OptimConfig()
     assert TrainConfig(**config["train"]).log_every == 4
     assert config["train"]["device"] == "cpu"
@@ -257,7 +257,7 @@ def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(kept: str, s
 def test_a_new_run_has_a_warmup_of_its_own_unless_it_continues_one(
     continue_warmup: bool, step: int, start: Start, tmp_path: Path
 ) -> None:
-    """--init-from took the old run's count of steps, so that the new run's --warmup-steps were recorded and skipped."""
+    """--init-from took the old run's count of steps, so that the new run's warmup was recorded and skipped."""
     start("first")
     shown = io.StringIO()
     rule = ExpertThreshold(4, 1, warmup_steps=6, decay=0.9)

@@ -11,7 +11,7 @@ from expert_threshold.train.budget import SHARE_OF_STEPS
 
 
 def test_tokens_are_those_of_the_steps_that_fit_into_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolve("tiny", changes={"train": {"batch_size": 4, "accumulation": 2, "steps": 20}})
+    config = resolve("tiny", {"train.batch_size": 4, "train.accumulation": 2, "train.steps": 20})
     monkeypatch.setattr(pace, "_seconds_of_step", lambda state: train_step(state) and 0.5)
     torch.manual_seed(0)
     random = torch.get_rng_state()
@@ -23,12 +23,12 @@ def test_tokens_are_those_of_the_steps_that_fit_into_the_time(monkeypatch: pytes
 def test_a_run_shorter_than_the_measurement_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """`et sweep --steps 2` failed on an assertion of the learning rate's schedule."""
     monkeypatch.setattr(pace, "SECONDS", 0)
-    config = resolve("tiny", changes={"train": {"batch_size": 4, "steps": 1, "eval_every": 1}})
+    config = resolve("tiny", {"train.batch_size": 4, "train.steps": 1, "train.eval_every": 1})
     assert pace.tokens_within(60, config.model, config.optim, config.train) > 0
 
 
 def test_no_time_at_all_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "SECONDS", 0)
-    config = resolve("tiny", changes={"train": {"batch_size": 4}})
+    config = resolve("tiny", {"train.batch_size": 4})
     tokens = pace.tokens_within(1e-9, config.model, config.optim, config.train)
     assert tokens == 4 * config.model.context

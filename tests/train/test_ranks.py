@@ -31,7 +31,10 @@ def test_several_ranks_equal_one_with_the_same_global_batch(ranks: int, which: s
     run_on_ranks(Path(__file__).with_name("across_ranks.py"), ranks, tmp_path, which)
 
 
-SIZES = "--layers 2 --d-model 32 --heads 2 --kv-heads 2 --d-expert 32 --vocab-size 300 --context 16 --num-experts 4"
+SIZES = (
+    "--layers 2 --d-model 32 --model.heads 2 --model.kv-heads 2 --model.d-expert 32 --vocab-size 300 --context 16 "
+    "--num-experts 4"
+)
 USUAL = "--steps 8 --batch-size 4 --accumulation 1 --checkpoint-every 3 --eval-every none --threads 1 --log-every 1"
 
 
@@ -57,7 +60,9 @@ def said(result: subprocess.CompletedProcess[str]) -> list[str]:
 
 def test_an_expert_parallel_run_goes_on_on_one_rank(tmp_path: Path) -> None:
     """It was refused, though a checkpoint fits any layout: the split was read from the run like any other option."""
-    result = torchrun("-m", "expert_threshold", *tiny_run(tmp_path), "--expert-parallel", "2", "--dtype", "float32")
+    result = torchrun(
+        "-m", "expert_threshold", *tiny_run(tmp_path), "--train.expert-parallel", "2", "--dtype", "float32"
+    )
     assert result.returncode == 0, result.stderr
     folder = RunFolder.open(tmp_path / "run")
     losses = [record["loss"] for record in folder.metrics.read()]
@@ -105,7 +110,7 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_by_itself_where_the_laun
 def test_what_goes_wrong_on_one_rank_ends_all_with_one_line_and_harms_nothing_saved(
     what: str, line: str, tmp_path: Path
 ) -> None:
-    result = torchrun(*failing(what, 1, 5, tmp_path, "--timeout", "20"))
+    result = torchrun(*failing(what, 1, 5, tmp_path, "--train.timeout", "20"))
     assert result.returncode != 0
     [told] = said(result)
     assert re.fullmatch(f"et train: {line}", told)
@@ -129,7 +134,7 @@ KEPT = """
         ("", "--eval-tokens 512", 0, "rank 1 differs from rank 0: eval_tokens is 512, not its default; .*"),
         ("", "", 1, "rank 1 differs from rank 0: text is '.*', not '.*'; .*"),
         pytest.param(
-            "--num-experts 3 --expert-parallel 2",
+            "--num-experts 3 --train.expert-parallel 2",
             "",
             0,
             "num_experts=3 cannot be split over 2 ranks; .*",

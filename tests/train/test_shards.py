@@ -85,7 +85,7 @@ def test_what_is_skipped_is_told_and_logged(start: Start, tmp_path: Path, corpus
     data[6:30] = bytes(24)
     first.write_bytes(data)
     Tokenizer.train(TEXTS[:60], 300).save(corpus / "tokenizer.json")
-    with pytest.raises(ValueError, match=r"0a.parquet is damaged .*; or skip such shards with --skip-damaged"):
+    with pytest.raises(ValueError, match=r"0a.parquet is damaged .*; or skip such shards with --data.skip-damaged"):
         start("not")
     start(skip_damaged=True, console=plain.console, steps=20, batch_size=8, accumulation=1)
     events: list[dict[str, Any]] = [

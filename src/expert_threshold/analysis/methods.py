@@ -162,7 +162,7 @@ def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
 
 def _read(folder: RunFolder) -> tuple[Subject, dict[str, Any]]:
     """Read a run, whose method is the name of its rule, and its options."""
-    for section in ("model", "optim", "train", "data", "corpus"):
+    for section in ("model", "rule", "optim", "train", "data", "corpus"):
         folder.section(section)  # a configuration that lacks one is refused here
     if folder.latest_checkpoint() is None:
         raise ValueError(f"{folder.path}: no checkpoint was saved yet; train it longer")
@@ -221,8 +221,7 @@ def options(run: Run) -> dict[str, Any]:
     flat = run.config["model"] | run.config["optim"] | run.config["data"] | train
     flat["initialised"] = run.config.get("init_from") is not None  # seeds may start from different runs
     flat["text"] = f"{corpus['name'][:TEXT].strip()} {corpus['hash'][:8]}"
-    rule = flat.pop("rule")
-    flat |= {f"rule.{name}": value for name, value in rule.items()}
+    flat |= {f"rule.{name}": value for name, value in run.rule.items()}
     return {name: value for name, value in flat.items() if name not in _ASIDE}
 
 

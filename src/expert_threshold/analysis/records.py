@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
     @property
     def rule(self) -> dict[str, Any]:
-        rule: dict[str, Any] = self.config["model"]["rule"]
+        rule: dict[str, Any] = self.config["rule"]
         return rule
 
     @property
@@ -90,7 +90,7 @@ def read_run(folder: RunFolder) -> Run:
     ]
     train, validation, events = ([r for r in records if r["split"] == s] for s in ("train", "validation", "event"))
     step = max([record["step"] for record in records] + folder.checkpoints(), default=0)
-    path, model = folder.path.resolve(), GPTConfig.from_dict(config["model"])
+    path, model = folder.path.resolve(), GPTConfig.from_dict(config)
     return Run(path, config, model, train, validation, events, samples, step)
 
 

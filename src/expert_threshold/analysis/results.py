@@ -94,7 +94,8 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
             [r["cross_entropy"] for r in training if r["step"] - r["steps"] >= math.floor(LATE * steps)],
         )
         logged, validated = [0, *(r["step"] for r in training)], sorted(validations)
-        config, fanouts = GPTConfig.from_dict(model), [_over_training([r], "fanout_mean", mean) for r in training]
+        config = GPTConfig.from_dict(folder.config)
+        fanouts = [_over_training([r], "fanout_mean", mean) for r in training]
         warmup = max(WARM * steps, 0 if config.rule is None else config.rule.warmup)
         warm = [record for record in training if record["step"] - record["steps"] >= warmup]
         flops = [float(tokens * flops_per_token(config, rate=fanout)) for fanout in fanouts]
@@ -154,7 +155,7 @@ def runs_by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
     """Return in words the options of a run in which methods that share a table may differ; None if it has none."""
-    model, rule, rate = config["model"], config["model"]["rule"], config["optim"]["expert_lr"]
+    model, rule, rate = config["model"], config["rule"], config["optim"]["expert_lr"]
     dense = rule["name"] == DENSE
     return {
         "experts": None if dense else f"{rule['num_experts']} experts of {model['d_expert']}",

@@ -18,7 +18,7 @@ from ..files import expand
 from ..option import Bounds
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
-from .options import COMPUTE, Command, Option, parse_all, parse_names
+from .options import COMPUTE, Option, parse_all, parse_names
 
 # Options of every command that traces runs.
 TRACING = [
@@ -45,7 +45,7 @@ DESCRIPTION = (
 
 def run(arguments: Sequence[str]) -> None:
     """Analyse the runs, and print the path of the report."""
-    options = parse_all(Command("et analyze", DESCRIPTION, {"analyze": OPTIONS}), arguments)
+    options = parse_all("et analyze", DESCRIPTION, OPTIONS, arguments)
     studies = chosen_studies(options["figures"])
     given = options["out"] != OPTIONS[1].default
     out = Path(options["out"]) if given else Path(options["run"][0]) / "analysis"

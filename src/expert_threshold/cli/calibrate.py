@@ -19,13 +19,13 @@ from ..evaluation import Validation, evaluate
 from ..files import require_free
 from ..install import et
 from ..model.calibrate import calibrate
-from ..option import Count, Whole
+from ..option import Count, NonNegativeInt
 from ..runs import RunFolder, load_model
 from ..runs.folder import derive
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
 from .evaluate import training_batch, validation_text
-from .options import COMPUTE, STEP, Command, Option, parse
+from .options import COMPUTE, STEP, Option, parse
 from .rates import require_cutoffs
 
 OPTIONS = [
@@ -38,7 +38,7 @@ OPTIONS = [
     Option("experts_per_token", float | None, None, "New routed experts per token; none keeps the trained number."),
     Option("eval_tokens", Count | None, None, "Maximum number of tokens to measure the loss on; none is all."),
     STEP,
-    Option("seed", Whole, 0, "Seed for which rows of the text are read, and in which order."),
+    Option("seed", NonNegativeInt, 0, "Seed for which rows of the text are read, and in which order."),
     *COMPUTE,
 ]
 DESCRIPTION = (
@@ -50,7 +50,7 @@ FILE = "calibration.json"
 
 def run(arguments: Sequence[str]) -> None:
     """Write the new run folder, and print the losses."""
-    given = parse(Command("et calibrate", DESCRIPTION, {"calibrate": OPTIONS}), arguments)
+    given = parse("et calibrate", DESCRIPTION, OPTIONS, arguments)
     options = {option.name: option.default for option in OPTIONS} | given
     source = RunFolder.open(options["run"])
     for method in ("calibrated", "calibration_rule"):

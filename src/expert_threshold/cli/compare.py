@@ -30,11 +30,12 @@ from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory
 from ..train.log import RunConsole, say
 from .options import Option, parse_names
-from .run_options import RULE, Given, parse_run, read_config_file, resolve_run, rules_having, start_of
+from .run_options import Given, flag_of, options_of_any_rule, parse_run, read_config_file, resolve_run, start_of
 
 
-def leaves_open(method: Method, option: str) -> bool:
+def leaves_open(method: Method, path: str) -> bool:
     """Return True if this option of the method's rule can be chosen."""
+    option = path.removeprefix("rule.")
     return option in option_names(method.rule) and option not in method.options
 
 
@@ -78,9 +79,9 @@ OPTIONS = [
 def decided() -> set[str]:
     """Return the options of a run that the methods and the seeds decide."""
     every = methods().values()
-    return {"recipe", "rule", "seed"} | {
-        RULE + option for option in rules_having() if not any(leaves_open(method, option) for method in every)
-    }
+    paths = (option.name for option in options_of_any_rule())
+    closed = {path for path in paths if not any(leaves_open(method, path) for method in every)}
+    return {"recipe", "rule.name", "train.seed"} | closed
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -120,10 +121,7 @@ def _join(given: dict[str, Any]) -> None:
     folders, out = given.pop("join"), given.pop("out", "runs/compare-joined")
     baseline, margin = given.pop("baseline", None), given.pop("margin", MARGIN)
     if given:
-        flags = ", ".join(
-            str(value) if name == "preset" else "--" + name.removeprefix(RULE).replace("_", "-")
-            for name, value in given.items()
-        )
+        flags = ", ".join(str(value) if name == "preset" else flag_of(name) for name, value in given.items())
         raise ValueError(f"--join allows --baseline, --margin and --out alone; leave out {flags}")
     findings = join(folders, baseline, margin)
     with opened(out, JOINED) as folder:
@@ -193,21 +191,19 @@ def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | No
             f"--config {given['config']}: --tuned gives every method a file of its own; leave one of them out"
         )
     known = methods()
-    of_rules = [key for key in given if key.startswith(RULE)]
-    for key in of_rules:
-        option = key.removeprefix(RULE)
-        if not any(leaves_open(known[name], option) for name in names):
-            flag = "--" + option.replace("_", "-")
-            raise ValueError(f"{flag} {given[key]}: not an option of {', '.join(names)}; leave it out")
+    of_rules = [path for path in given if path.startswith("rule.")]
+    for path in of_rules:
+        if not any(leaves_open(known[name], path) for name in names):
+            raise ValueError(f"{flag_of(path)} {given[path]}: not an option of {', '.join(names)}; leave it out")
     configs = {}
     for name in names:
         method = known[name]
-        closed = [key for key in of_rules if not leaves_open(method, key.removeprefix(RULE))]
-        own = {key: value for key, value in given.items() if key not in closed}
+        closed = [path for path in of_rules if not leaves_open(method, path)]
+        own = {path: value for path, value in given.items() if path not in closed}
         if files:
             own["config"] = str(files[name])
-        fixed = {RULE + option: value for option, value in method.options.items()}
-        config = resolve_run(own | {"rule": method.rule, "seed": 0} | fixed)
+        fixed = {f"rule.{option}": value for option, value in method.options.items()}
+        config = resolve_run(own | {"rule.name": method.rule, "train.seed": 0} | fixed)
         require_trainable(config.model, config.train)
         configs[name] = replace(config, data=replace(config.data, source=absolute(config.data.source)))
     if config.train.eval_every is None:
@@ -218,7 +214,7 @@ def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | No
 def require_shared_budget(configs: Mapping[str, RunConfig]) -> None:
     """Raise ValueError if --tuned gives methods different budgets."""
     names = list(configs)
-    shared = [vars(each.data) | budget(vars(each.train), each.model.to_dict()) for each in configs.values()]
+    shared = [vars(each.data) | budget(vars(each.train), each.model.to_dict()["model"]) for each in configs.values()]
     for name, mine in zip(names, shared, strict=True):
         for option, value in mine.items():
             if value != shared[0][option]:

@@ -34,7 +34,7 @@ from ..option import Count, did_you_mean
 from ..runs.lock import exclusive
 from ..train.log import Display, clock, say
 from . import overview
-from .options import HELP_FLAGS, Command, Option, parse
+from .options import Option, parse
 
 Given = Mapping[str, Any]
 
@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> None:
     if not arguments:
         raise ValueError(f"name a subcommand: {', '.join(ENTRIES)}; see et data --help")
     name, *rest = arguments
-    if name in HELP_FLAGS:
+    if name in ("-h", "--help"):
         about = "Get text to train on, a tokenizer, and the questions of CORE."
         print(overview("et data", "WHAT", about, {name: entry.summary for name, entry in ENTRIES.items()}))
         return
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"unknown subcommand {name}; {did_you_mean(name, ENTRIES)}")
     entry = ENTRIES[name]
     summary = entry.summary[0].upper() + entry.summary[1:] + "."
-    given = parse(Command(f"et data {name}", summary, {"data": entry.options}), rest)
+    given = parse(f"et data {name}", summary, entry.options, rest)
     values = {option.name: None if option.default in TOLD else option.default for option in entry.options} | given
     console = Console(stderr=True)
     with Display(console) as display:

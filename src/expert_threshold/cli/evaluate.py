@@ -37,7 +37,7 @@ from ..runs import RunFolder, load_model
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
 from . import rates
-from .options import COMPUTE, STEP, Command, Option, parse, parse_names
+from .options import COMPUTE, STEP, Option, parse, parse_names
 from .side_by_side import VALIDATION, table
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ HINT = "CORE was not evaluated: et data core downloads its questions, --bundle n
 
 def run(arguments: Sequence[str]) -> None:
     """Evaluate each run, write its evaluation.json, and print the table."""
-    given = parse(Command("et evaluate", DESCRIPTION, {"evaluate": OPTIONS}), arguments)
+    given = parse("et evaluate", DESCRIPTION, OPTIONS, arguments)
     defaults = DEFAULTS | {"bundle": core_bundle()}
     options = defaults | given
     _check(options, defaults)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..integrations.export import export_run
-from .options import STEP, Command, Option, parse_all
+from .options import STEP, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to export.", positional=True, required=True),
@@ -20,8 +20,7 @@ DESCRIPTION = (
 
 def run(arguments: Sequence[str]) -> None:
     """Write the folder."""
-    command = Command("et export", DESCRIPTION, {"export": OPTIONS})
-    options = parse_all(command, arguments)
+    options = parse_all("et export", DESCRIPTION, OPTIONS, arguments)
     folder = export_run(options["run"], options["to"], options["step"])
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 1e6:,.1f} MB")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..install import et
 from ..integrations.export import import_folder
-from .options import Command, Option, parse
+from .options import Option, parse
 
 OPTIONS = [
     Option("folder", str, None, "The folder with the model and its tokenizer.", positional=True, required=True),
@@ -22,8 +22,7 @@ DESCRIPTION = (
 
 def run(arguments: Sequence[str]) -> None:
     """Make the run folder."""
-    command = Command("et import", DESCRIPTION, {"folder": OPTIONS})
-    options = parse(command, arguments)
+    options = parse("et import", DESCRIPTION, OPTIONS, arguments)
     out = options.get("out", str(Path("runs") / Path(options["folder"]).resolve().name))
     run = import_folder(options["folder"], out)
     path = shlex.quote(str(run.path))

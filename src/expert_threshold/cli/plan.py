@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..config import RunConfig
 from ..model.memory import backend
-from ..option import Count, NotNegative, Positive, Share
+from ..option import Count, NonNegative, Positive, Share
 from ..plan import ONE_GPU, Machine, costs, duration, memory, share_out
 from ..train.checks import require_pools_fit, require_split
 from ..train.device import kernels_off, pick_dtype
@@ -25,10 +25,10 @@ from .run_options import parse_run, resolve_run, start_of
 OPTIONS = [
     Option("json", bool, False, "Print one JSON object instead of tables."),
     Option("gpus", Count, ONE_GPU.gpus, "GPUs that share the batch."),
-    Option("micro_batch", Count | None, None, "Sequences per GPU at a time; none splits --batch-size."),
+    Option("micro_batch", Count | None, None, "Sequences per GPU at a time. Defaults to its share of --batch-size."),
     Option("utilisation", Share, ONE_GPU.utilisation, "Model FLOPs of a GPU as a share of its peak."),
     Option("peak_tflops", Positive, ONE_GPU.peak_tflops, "Peak of one GPU; the default is an H100's in bfloat16."),
-    Option("price_per_gpu_hour", NotNegative, ONE_GPU.price_per_gpu_hour, "Price of one GPU, in any currency."),
+    Option("price_per_gpu_hour", NonNegative, ONE_GPU.price_per_gpu_hour, "Price of one GPU, in any currency."),
 ]
 DESCRIPTION = (
     "Estimate what a run costs: parameters, tokens, FLOPs, memory, time and money.\n\n"

@@ -41,7 +41,7 @@ def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:
     flag: opens the message.
     """
     with folder.named():
-        model = GPTConfig.from_dict(folder.section("model"))
+        model = GPTConfig.from_dict(folder.config)
     rule = model.rule
     if rule is None or getattr(type(rule), method) is getattr(Rule, method):
         raise ValueError(

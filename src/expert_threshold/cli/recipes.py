@@ -15,7 +15,7 @@ from ..config import resolve
 from ..plan import costs
 from ..recipes import RECIPES
 from ..routing import rule_to_dict
-from .options import Command, Option, parse
+from .options import Option, parse
 
 OPTIONS = [Option("json", bool, False, "Print JSON instead of a table.")]
 WIDE = 120  # terminal columns that leave room for summaries and sources
@@ -28,7 +28,7 @@ DESCRIPTION = (
 
 def run(arguments: Sequence[str]) -> None:
     """Print all recipes."""
-    given = parse(Command("et recipes", DESCRIPTION, {"recipes": OPTIONS}), arguments)
+    given = parse("et recipes", DESCRIPTION, OPTIONS, arguments)
     rows = [describe(name) for name in RECIPES]
     if given.get("json"):
         print(json.dumps(rows))

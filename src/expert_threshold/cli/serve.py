@@ -21,7 +21,7 @@ from ..runs import RunFolder, load_model
 from ..serve.worker import Limits, Worker, require_independent
 from ..train.checks import require_few
 from ..train.device import pick_device, pick_dtype
-from .options import COMPUTE, STEP, Command, Option, field_options, parse_all
+from .options import COMPUTE, STEP, Option, field_options, parse_all
 
 API_KEY = "ET_API_KEY"
 
@@ -46,9 +46,8 @@ LIMITS = field_options(Limits, vars(Limits()), prefix="max_")
 
 def run(arguments: Sequence[str]) -> None:
     """Serve until interrupted."""
-    groups = {"serve": OPTIONS, "limits": LIMITS}
-    command = Command("et serve", "Serve a trained model over HTTP, with OpenAI's completions API.", groups)
-    options = parse_all(command, arguments)
+    about = "Serve a trained model over HTTP, with OpenAI's completions API."
+    options = parse_all("et serve", about, [*OPTIONS, *LIMITS], arguments)
     try:
         from ..serve.connections import bind, run_server
         from ..serve.explorer import Explored, routes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -16,40 +15,49 @@ from ..analysis.sentences import counted, fixed
 from ..compare.experiment import opened
 from ..compare.sweep import SWEEP, Choice, Range, Space, Sweep, Tunable, require_optuna
 from ..compare.sweep_page import show_value
-from ..config import DEFAULT_PRESET, RunConfig
+from ..config import DEFAULT_PRESET, KINDS, RunConfig, by_path, kinds, nested
 from ..install import et
-from ..option import Bounds, Count, Minutes, alternatives, bare, describe, did_you_mean, kinds_of
+from ..option import Bounds, Count, Minutes, alternatives, bare, did_you_mean, parse_value
 from ..plan import costs
 from ..recipes import methods as all_methods
-from ..routing import DENSE, RULES, Rule, rule_to_dict
+from ..routing import DENSE, RULES
 from ..train.device import keep_freed_memory
 from ..train.log import clock, say
 from .compare import chosen_methods, configure, console_for_tables, decided, leaves_open
-from .options import Option, parse_value
-from .run_options import RULE, Given, parse_run, read_config_file, resolve_run, run_groups, start_of
+from .options import Option
+from .run_options import (
+    SHORT,
+    Given,
+    flag_of,
+    options_of_any_rule,
+    parse_run,
+    read_config_file,
+    resolve_run,
+    start_of,
+)
 
 FACTOR = 8
 """The default space: the present learning rates divided and multiplied by this."""
-RATES = ("matrix_lr", "embed_lr", "head_lr", "router_lr")
+RATES = ("optim.matrix_lr", "optim.embed_lr", "optim.head_lr", "optim.router_lr")
 SHARE, LEAST_STEPS, VALIDATIONS = 10, 100, 4
 """By default a trial has a tenth of the preset's steps, at least 100, and four validations."""
 OF_EXPERTS = (
-    "router_lr",
-    "expert_lr",
-    "router_optimizer",
-    "z_loss",
-    "gate_norm",
-    "d_expert",
-    "shared_experts",
-    "dense_layers",
+    "optim.router_lr",
+    "optim.expert_lr",
+    "optim.router_optimizer",
+    "model.z_loss",
+    "model.gate_norm",
+    "model.d_expert",
+    "model.shared_experts",
+    "model.dense_layers",
 )
 """Options without effect on a dense model; its space leaves them out."""
 NOT_SEARCHED = {
-    "rule": "compare methods with --methods",
-    "vocab_size": "the loss of a token depends on the vocabulary",
-    "context": "validation depends on it",
-    "dispatch": "it does not change what is learned",
-    "batch_size": "trials have equally many tokens; sweep once for each --batch-size",
+    "rule.name": "compare methods with --methods",
+    "model.vocab_size": "the loss of a token depends on the vocabulary",
+    "model.context": "validation depends on it",
+    "model.dispatch": "it does not change what is learned",
+    "train.batch_size": "trials have equally many tokens; sweep once for each --batch-size",
 }
 TRIALS = 24
 DESCRIPTION = (
@@ -61,14 +69,17 @@ DESCRIPTION = (
 )
 OPTIONS = [
     Option(
-        "methods", str, "expert_threshold", "The methods, as A,B, each tuned by itself; paper and all as in compare."
+        "methods",
+        str,
+        "expert_threshold",
+        "Methods to tune, each by itself, as A,B; paper and all as in et compare.",
     ),
     Option(
         "space",
         str,
         "learning rates over a factor of 64 around their values",
-        "An option to search: NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=A|B|C; give --space once for each option. A "
-        "rule's option is searched for the methods that have it.",
+        "An option to search, as optim.matrix-lr=LOW..HIGH, with :log for a logarithmic range, or rule.gate=A|B|C. May "
+        "be repeated. A rule's option is searched for the methods that have it.",
         many=True,
     ),
     Option(
@@ -77,9 +88,9 @@ OPTIONS = [
         TRIALS,
         "Trials of each method, including those already made.",
     ),
-    Option("minutes", Minutes | None, None, "Begin no trial that would end after this time; none is no limit."),
+    Option("minutes", Minutes | None, None, "Start no trial that would finish after this time."),
     Option("seeds", Count, 1, "Runs of each trial, with seeds 1000, 1001, and so on; comparisons count from 0."),
-    Option("out", str, "runs/sweep-PRESET", "The folder to make, or that of the sweep to continue."),
+    Option("out", str, "runs/sweep-PRESET", "The folder to make, or the folder of the sweep to continue."),
 ]
 
 
@@ -114,14 +125,13 @@ def run(arguments: Sequence[str]) -> None:
 
 def short_runs(given: Given) -> dict[str, int]:
     """Return the steps of a trial and between validations, unless flags or a file give them."""
-    file = read_config_file(given["config"]).get("train", {}) if "config" in given else {}
-    said = {*given, *file}
+    said = {*given, *(read_config_file(given["config"]) if "config" in given else ())}
     steps = resolve_run(given).train.steps
     added: dict[str, int] = {}
-    if not said & {"steps", "tokens"}:
-        added["steps"] = steps = min(steps, max(LEAST_STEPS, steps // SHARE))
-    if "eval_every" not in said:
-        added["eval_every"] = max(1, steps // VALIDATIONS)
+    if not said & {"train.steps", "tokens"}:
+        added["train.steps"] = steps = min(steps, max(LEAST_STEPS, steps // SHARE))
+    if "train.eval_every" not in said:
+        added["train.eval_every"] = max(1, steps // VALIDATIONS)
     return added
 
 
@@ -135,69 +145,70 @@ def default_space(config: RunConfig) -> list[str]:
     ]
 
 
-def present_values(config: RunConfig, name: str) -> list[Any]:
+def present_values(config: RunConfig, path: str) -> list[Any]:
     """Return the value of an option in a run, followed by the number that a rate of `none` stands for."""
-    for record in (config.optim, config.model, config.model.rule):
-        if record is not None and name in vars(record):
-            value = vars(record)[name]
-            return [value, config.optim.matrix_lr] if name in ("router_lr", "expert_lr") and value is None else [value]
-    return []
+    options = by_path(config.to_dict())
+    if path not in options:
+        return []
+    rate = [config.optim.matrix_lr] if path in ("optim.router_lr", "optim.expert_lr") and options[path] is None else []
+    return [options[path], *rate]
 
 
 def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict[str, Range | Choice]:
-    """Return the space that the texts describe. Raises ValueError for one that cannot be searched."""
-    groups = run_groups(resolve_run({}))
-    known = {option.name: option for group in ("optim", "rule", "model") for option in groups[group]}
+    """Return the space that the texts describe, by path. Raises ValueError for an entry that cannot be searched."""
+    paths = {short: path for path, short in SHORT.items()}
+    known = {path for path in KINDS if path.startswith(("model.", "optim."))}
+    known |= {option.name for option in options_of_any_rule()}
     space: dict[str, Range | Choice] = {}
     for text in texts:
-        typed, _, values = text.partition("=")
-        name = typed.strip().replace("-", "_")
-        if not values.strip():
+        typed, _, values = (part.strip() for part in text.partition("="))
+        path = typed.replace("-", "_")
+        path = paths.get(path, path)
+        if not values:
             raise ValueError(f"--space {text}: write NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=A|B|C")
-        if name in NOT_SEARCHED:
-            raise ValueError(f"--space {text}: {name} cannot be searched, since {NOT_SEARCHED[name]}")
-        if name not in known:
-            remedy = did_you_mean(name, known.keys() - NOT_SEARCHED, "see et sweep --help")
-            raise ValueError(f"--space {text}: option {name} is unknown; {remedy}")
-        if name in space:
-            raise ValueError(f"--space {text}: {name} is searched twice; give it once")
-        key = known[name].key or name
-        if key in given:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {given[key]}: --space searches {name}; leave one of them out")
-        if key.startswith(RULE) and not any(leaves_open(all_methods()[method], name) for method in names):
-            raise ValueError(f"--space {text}: {name} is no open option of {', '.join(names)}; leave it out")
-        space[name] = read_entry(text, values.strip(), known[name])
+        if path in NOT_SEARCHED:
+            raise ValueError(f"--space {text}: {path} cannot be searched, since {NOT_SEARCHED[path]}")
+        if path not in known:
+            remedy = did_you_mean(path, known - NOT_SEARCHED.keys(), "see et sweep --help-all")
+            raise ValueError(f"--space {text}: option {path} is unknown; {remedy}")
+        if path in space:
+            raise ValueError(f"--space {text}: {path} is searched twice; give it once")
+        if path in given:
+            raise ValueError(f"{flag_of(path)} {given[path]}: --space searches {path}; leave one of them out")
+        rules = [method.rule for name in names if leaves_open(method := all_methods()[name], path)]
+        if path.startswith("rule.") and not rules:
+            raise ValueError(f"--space {text}: {path} is no open option of {', '.join(names)}; leave it out")
+        space[path] = read_entry(text, values, kinds(*rules[:1])[path])
     return space
 
 
-def read_entry(text: str, values: str, option: Option) -> Range | Choice:
+def read_entry(text: str, values: str, kind: Any) -> Range | Choice:
     """Return the values of one option. Raises ValueError, which quotes the whole text, for none or a single one."""
     if ".." not in values:
         choices = values.split("|")
-        parsed = [_parsed(text, option, choice) for choice in choices]
+        parsed = [_parsed(text, kind, choice) for choice in choices]
         if len(parsed) < 2 or any(value in parsed[:place] for place, value in enumerate(parsed)):
             raise ValueError(f"--space {text}: nothing to search; give two or more different values, as in A|B")
         return Choice(values, dict(zip(choices, parsed, strict=True)))
     bounds, _, scale = values.partition(":")
-    low, high = (_parsed(text, option, bound) for bound in bounds.split("..", 1))
-    kinds = {bare(alternative)[0] for alternative in alternatives(option.kind)}
-    if not (isinstance(low, int | float) and isinstance(high, int | float)) or bool in kinds:
+    low, high = (_parsed(text, kind, bound) for bound in bounds.split("..", 1))
+    plain = {bare(alternative)[0] for alternative in alternatives(kind)}
+    if not (isinstance(low, int | float) and isinstance(high, int | float)) or bool in plain:
         raise ValueError(f"--space {text}: a range has two numbers; write other values as A|B|C")
     if scale not in ("", "log"):
         raise ValueError(f"--space {text}: scale {scale!r} is unknown; write :log, or nothing for an even one")
     if not low < high:
         raise ValueError(f"--space {text}: nothing to search, since {low:g} is not below {high:g}")
     if scale == "log" and low <= 0:
-        raise ValueError(f"--space {text}: a logarithmic range must begin above 0")
-    return Range(values, low, high, scale == "log", whole=float not in kinds)
+        raise ValueError(f"--space {text}: a logarithmic range must start above 0")
+    return Range(values, low, high, scale == "log", whole=float not in plain)
 
 
-def _parsed(text: str, option: Option, value: str) -> Any:
+def _parsed(text: str, kind: Any, value: str) -> Any:
     try:
-        return parse_value(option.kind, value)
-    except ValueError:
-        raise ValueError(f"--space {text}: expected {describe(option.kind)}, not {value}") from None
+        return parse_value(kind, value)
+    except ValueError as error:
+        raise ValueError(f"--space {text}: {error}") from None
 
 
 def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable:
@@ -205,95 +216,60 @@ def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable
 
     Also raises ValueError for an end of a range or a choice that the method refuses, other options as at present.
     """
-    method, rule = all_methods()[name], config.model.rule
-    given = {
-        key: value for key, value in given.items() if not key.startswith(RULE) or leaves_open(method, key[len(RULE) :])
+    method = all_methods()[name]
+    given = {path: value for path, value in given.items() if not path.startswith("rule.") or leaves_open(method, path)}
+    own = {
+        path: read_entry(f"{path}={entry.text}", entry.text, kinds(method.rule)[path])
+        for path, entry in space.items()
+        if (leaves_open(method, path) if path.startswith("rule.") else method.rule != DENSE or path not in OF_EXPERTS)
     }
-    keys: dict[str, str] = {}
-    for option in space:
-        if rule is not None and option in vars(rule):
-            if leaves_open(method, option):
-                keys[option] = RULE + option
-        elif option in vars(config.optim) | vars(config.model) and not (rule is None and option in OF_EXPERTS):
-            keys[option] = option
-    own = {option: _in_whole_numbers(space[option], rule, option) for option in keys}
     if not own:
         raise ValueError(f"--space has no option of method {name}; add one, or leave {name} out")
 
     def configured(values: Mapping[str, Any]) -> RunConfig:
-        return configure({**given, **{keys[option]: value for option, value in values.items()}}, [name])[name]
+        return configure({**given, **values}, [name])[name]
 
-    for option, entry in own.items():
+    for path, entry in own.items():
         for end in entry.ends:
             try:
-                configured({option: end})
+                configured({path: end})
             except ValueError as error:
-                raise ValueError(f"--space {option}={entry.text}: {error}") from None
+                raise ValueError(f"--space {path}={entry.text}: {error}") from None
     drawn = {
-        option: [draw for value in present_values(config, option) if (draw := entry.drawn(value)) is not None]
-        for option, entry in own.items()
+        path: [draw for value in present_values(config, path) if (draw := entry.drawn(value)) is not None]
+        for path, entry in own.items()
     }
-    present = {option: draws[0] for option, draws in drawn.items() if draws}
-    return Tunable(config, own, present, configured, partial(recommended, given, name, keys, config.train.steps))
+    present = {path: draws[0] for path, draws in drawn.items() if draws}
+    return Tunable(config, own, present, configured, partial(recommended, given, name, config.train.steps))
 
 
-def _in_whole_numbers(entry: Range | Choice, rule: Rule | None, option: str) -> Range | Choice:
-    """Return the entry of the space, in whole numbers if this rule's option takes no others, though another's may."""
-    kind = None if rule is None else kinds_of(type(rule)).get(option)
-    is_whole = kind is not None and float not in {bare(each)[0] for each in alternatives(kind)}
-    return replace(entry, whole=True) if isinstance(entry, Range) and is_whole else entry
-
-
-def recommended(
-    given: Given, name: str, keys: Mapping[str, str], steps: int, values: Mapping[str, Any]
-) -> dict[str, Any]:
+def recommended(given: Given, name: str, steps: int, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return these values, the options given, and what else differs from the preset's run, for `et train --config`.
 
     steps: of a trial. The run's length is left out, and so is what a rule scales to it, so that both fit the run that
     uses them.
     """
     method = all_methods()[name]
-    start = {option: given[option] for option in ("preset",) if option in given} | {"rule": method.rule}
-    length = {"steps", "tokens", "eval_every"}
-    kept = {option: value for option, value in given.items() if option not in length}
-    kept |= {keys[option]: value for option, value in values.items()}
+    start = {option: given[option] for option in ("preset",) if option in given} | {"rule.name": method.rule}
+    length = ("train.steps", "tokens", "train.eval_every")
+    kept = {**{path: value for path, value in given.items() if path not in length}, **values}
     # Both runs have the preset's length, or the trial's if that is longer, in which the trial's warmups fit.
-    longest = {"steps": max(steps, resolve_run(start).train.steps)}
-    plain, tuned = resolve_run(start | longest), configure(kept | longest, [name])[name]
-    sections = {
-        "model": (_model(plain), _model(tuned)),
-        "data": (asdict(plain.data), asdict(tuned.data)),
-        "optim": (asdict(plain.optim), asdict(tuned.optim)),
-        "train": tuple(
-            {"batch_size": config.train.batch_size, "accumulation": config.train.accumulation}
-            for config in (plain, tuned)
-        ),
-    }
+    longest = {"train.steps": max(steps, resolve_run(start).train.steps)}
+    plain = by_path(resolve_run(start | longest).to_dict())
+    tuned = by_path(configure(kept | longest, [name])[name].to_dict())
     # What was chosen stays although it equals the preset's value, since at another length the preset may differ.
-    chosen = {*given, *keys.values()}
-    file = read_config_file(given["config"]) if "config" in given else {}
-    found: dict[str, Any] = {}
-    for section, (before, after) in sections.items():
-        fixed_here = chosen | file.get(section, {}).keys()
-        changed = {name: value for name, value in after.items() if name in fixed_here or value != before[name]}
-        if changed:
-            found[section] = changed
-    rule, usual = rule_to_dict(tuned.model.rule), rule_to_dict(plain.model.rule)
-    typed = {key.removeprefix(RULE) for key in chosen if key.startswith(RULE)}
-    typed |= file.get("model", {}).get("rule", {}).keys()
-    by_length = set() if method.rule == DENSE else RULES[method.rule].scaled(tuned.train.steps, {}).keys()
-    scaled = by_length - typed - method.options.keys()
-    own = {
-        option: value
-        for option, value in rule.items()
-        if option in typed or (value != usual[option] and option not in scaled)
-    }
-    found.setdefault("model", {})["rule"] = {"name": rule["name"]} | dict(method.options) | own
-    return found
-
-
-def _model(config: RunConfig) -> dict[str, Any]:
-    return {option: value for option, value in config.model.to_dict().items() if option != "rule"}
+    chosen = {*kept, *(read_config_file(given["config"]) if "config" in given else ()), "rule.name"}
+    chosen |= {f"rule.{option}" for option in method.options}
+    scaled = set() if method.rule == DENSE else RULES[method.rule].scaled(longest["train.steps"], {}).keys()
+    left_out = {path for path in tuned if path.startswith("train.")} - {"train.batch_size", "train.accumulation"}
+    left_out |= {f"rule.{option}" for option in scaled} - chosen
+    return nested(
+        {
+            path: value
+            for path, value in tuned.items()
+            if path not in left_out and (path in chosen or value != plain[path])
+        }
+    )
 
 
 def introduce(console: Console, sweep: Sweep) -> None:

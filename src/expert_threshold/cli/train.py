@@ -17,7 +17,7 @@ import torch
 
 from .. import __version__
 from ..analysis.sentences import counted, short
-from ..config import RunConfig
+from ..config import RunConfig, in_section
 from ..distributed import INTERRUPTED, Failure, Rendezvous, from_main, is_lost_rank, launch, local_batch, mesh_sizes
 from ..files import missing_folders, remove_empty
 from ..full_run import train_run
@@ -36,37 +36,37 @@ from ..train.pace import tokens_within
 from ..train.saving import LostSaveError
 from . import USAGE_ERROR, is_users, one_line
 from .options import Option
-from .run_options import RULE, parse_run, preset_of, read_config_file, resolve_run
+from .run_options import flag_of, parse_run, preset_of, read_config_file, resolve_run
 
 OPTIONS = [
-    Option("out", str, "runs/PRESET-RULE", "The run folder to make; it must not exist."),
+    Option("out", str, "runs/PRESET-RULE", "Run folder to make; it must not exist."),
     Option(
         "resume",
         str,
         None,
-        "Resume the run in this folder, with its options, on any number of ranks. More --steps, --tokens or --minutes "
-        "than it has extend it, finished or not; --data names where its text is now, if it has moved.",
+        "Run to resume, with its options, on any number of ranks. More --steps, --tokens or --minutes than it has "
+        "extend it. --data names its text if that has moved.",
     ),
     Option(
         "init_from",
         str,
         None,
-        "Start from the model, weights, cutoffs or biases and tokenizer of this run; warmup and decay are those of the "
+        "Run whose model, weights and tokenizer to start with. Cutoffs or biases are kept; warmup and decay fit the "
         "new run.",
     ),
     Option(
         "continue_warmup",
         bool,
         False,
-        "With --init-from: warmup and decay are that run's, and its steps count towards the warmup.",
+        "With --init-from, keep that run's warmup and decay. Its steps count towards the warmup.",
     ),
-    Option("nproc", Count | None, None, "Processes on this machine, one per GPU; torchrun starts more."),
+    Option("nproc", Count | None, None, "Processes on this machine, one per GPU."),
     Option(
         "minutes",
         Minutes | None,
         None,
-        "Train for this long, instead of --steps: as many steps as fit, with validation, samples and checkpoints, by "
-        "the speed measured first and again during the run. Reading the text, and CORE, take extra time.",
+        "Time to train instead of --steps. It includes validation, samples and checkpoints, but not reading the text "
+        "or CORE.",
     ),
 ]
 
@@ -117,7 +117,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         return
     keep_freed_memory()
     if rendezvous is not None:
-        facts = {name: value for name, value in given.items() if name != "data"}  # its content is compared later
+        facts = {name: value for name, value in given.items() if name != "data.source"}  # its content is compared later
         rendezvous.require_equal({"version": __version__, "torch": torch.__version__} | facts, SAME_COMMAND)
     is_main = rendezvous is None or rendezvous.rank == 0
     console = RunConsole(quiet=not is_main)
@@ -129,7 +129,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         ranks = 1 if rendezvous is None else rendezvous.world_size
         config = _resumed(folder, given, ranks) if "resume" in given else _config_of(folder)
         console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
-        if "threads" not in given and (note := _other_threads(config)) is not None:
+        if "train.threads" not in given and (note := _other_threads(config)) is not None:
             console.print(note, highlight=False, soft_wrap=True)
         minutes = given.get("minutes") if "resume" in given else None  # a run that is started again has its own
         result = train_run(folder, config, console, resume=True, minutes=minutes, rendezvous=rendezvous)
@@ -190,12 +190,10 @@ def _require_only_minutes(given: dict[str, Any], rendezvous: Rendezvous | None) 
     minutes = given["minutes"]
     if rendezvous is not None:
         raise ValueError(f"minutes={minutes}: not supported with several ranks; give --steps")
-    said = (read_config_file(given["config"]).get("train", {}) if "config" in given else {}) | given
-    for other in ("steps", "tokens"):
+    said = (read_config_file(given["config"]) if "config" in given else {}) | given
+    for other in ("train.steps", "tokens"):
         if said.get(other) is not None:
-            raise ValueError(
-                f"minutes={minutes} and {other}={said[other]} both say how long to train; give one of them"
-            )
+            raise ValueError(f"minutes={minutes} and {other}={said[other]} both set the length of the run; give one")
 
 
 def _config_of(folder: RunFolder) -> RunConfig:
@@ -206,29 +204,29 @@ def _config_of(folder: RunFolder) -> RunConfig:
 def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
     """Return the run's own configuration with the options given that may change. Raises ValueError naming any other.
 
-    Experts are split as before, or as far as the number of ranks allows, unless --expert-parallel is given.
+    Experts are split as before, or as far as the number of ranks allows, unless --train.expert-parallel is given.
     """
-    changes = {name: value for name, value in given.items() if name not in ("resume", "nproc", "data", "minutes")}
-    lengths = [f"{name}={given[name]}" for name in ("steps", "tokens", "minutes") if name in given]
+    changes = {path: given[path] for path in given if path not in ("resume", "nproc", "data.source", "minutes")}
+    lengths = [f"{path}={given[path]}" for path in ("train.steps", "tokens", "minutes") if path in given]
     if len(lengths) > 1:
         raise ValueError(f"{' and '.join(lengths)} each set the length of the run; give one of them")
-    for name, value in changes.items():
-        if name not in FREE_ON_RESUME | {"steps", "tokens"}:
-            option = name.removeprefix(RULE).replace("_", "-")
-            flag = "PRESET" if name == "preset" else f"--no-{option}" if value is False else f"--{option}"
-            typed = flag if isinstance(value, bool) else f"{flag} {value}"
+    for path, value in changes.items():
+        if path not in {"tokens", "train.steps", *(f"train.{name}" for name in FREE_ON_RESUME)}:
+            flag = flag_of(path)
+            typed = {True: flag, False: f"--no-{flag[2:]}"}[value] if isinstance(value, bool) else f"{flag} {value}"
             raise ValueError(
-                f"{typed} is decided by the run that --resume continues; leave it out, "
-                f"or start another run with --init-from {folder.path}"
+                f"{f'PRESET {value}' if path == 'preset' else typed} is decided by the run that --resume continues; "
+                f"leave it out, or start another run with --init-from {folder.path}"
             )
     config = _config_of(folder)
     if "tokens" in changes:
         per_step = config.train.batch_size * config.train.accumulation * config.model.context
-        changes["steps"] = max(1, changes.pop("tokens") // per_step)
-    changes.setdefault("expert_parallel", math.gcd(config.train.expert_parallel, ranks))
+        changes["train.steps"] = max(1, changes["tokens"] // per_step)
+    changes.setdefault("train.expert_parallel", math.gcd(config.train.expert_parallel, ranks))
     # The text may lie elsewhere, as shards or as their tokens; its hash must be the same.
-    data = replace(config.data, source=given["data"], train_shards=None) if "data" in given else config.data
-    return replace(config, data=data, train=replace(config.train, **changes))
+    moved = {"source": given["data.source"], "train_shards": None} if "data.source" in given else {}
+    train = replace(config.train, **in_section(changes, "train"))
+    return replace(config, data=replace(config.data, **moved), train=train)
 
 
 def _other_threads(config: RunConfig) -> str | None:

@@ -14,11 +14,11 @@ from ..files import corrupted_file_error, require_free
 from ..install import et
 from ..model import GPTConfig, parameter_counts
 from ..model.upcycle import upcycle, upcycled_config
-from ..option import Whole
+from ..option import NonNegativeInt
 from ..routing import RULES, option_names
 from ..runs import RunFolder, load_model
 from ..runs.folder import derive
-from .options import STEP, Command, Option, parse_all
+from .options import STEP, Option, parse_all
 
 DESCRIPTION = (
     "Initialize a Mixture-of-Experts run from a dense one: the feed-forward becomes the shared expert; routed experts "
@@ -35,19 +35,18 @@ def _options() -> list[Option]:
         Option("experts_per_token", float, 1.0, "Routed experts per token, on average."),
         Option("d_expert", int | None, None, "Hidden width of each expert; none is the run's, half a feed-forward."),
         Option("dense_layers", int, 1, "Number of first layers that stay dense."),
-        Option("seed", Whole, 0, "Seed for routers, and for the hidden units that each expert starts with."),
+        Option("seed", NonNegativeInt, 0, "Seed for routers, and for the hidden units that each expert starts with."),
         STEP,
     ]
 
 
 def run(arguments: Sequence[str]) -> None:
     """Write the new run folder."""
-    command = Command("et upcycle", DESCRIPTION, {"upcycle": _options()})
-    options = parse_all(command, arguments)
+    options = parse_all("et upcycle", DESCRIPTION, _options(), arguments)
     source, to = RunFolder.open(options["run"]), options["to"]
     require_free(to)
     with source.named():
-        rule_before = GPTConfig.from_dict(source.section("model")).rule
+        rule_before = GPTConfig.from_dict(source.config).rule
     if rule_before is not None:
         raise ValueError(f"{source.path} already has experts; name a run that was trained with --rule dense")
     known = option_names(options["rule"])

@@ -60,17 +60,18 @@ def opened(out: str, kind: Kind) -> Iterator[Path]:
         remove_empty(missing)
 
 
-def options_by_name(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in the sections of a config.json, as it has them, but for those of `OF_MACHINE`.
+def options_by_path(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options in the sections of a config.json by path, as it has them, but for `OF_MACHINE`.
 
-    The rule's have the prefix `rule.`. Derived options come last, so that an error names the option that was typed.
+    Derived options come last, so that an error names the option that was typed.
     """
-    found = {
-        name: value for section in ("train", "data", "model", "optim") for name, value in sections[section].items()
+    options = {
+        f"{section}.{name}": value
+        for section in ("train", "data", "model", "optim", "rule")
+        for name, value in sections[section].items()
+        if name not in OF_MACHINE
     }
-    rule = found.pop("rule")
-    options = {**found, **{f"rule.{name}": value for name, value in rule.items()}}
-    read: dict[str, Any] = json.loads(to_json({name: v for name, v in options.items() if name not in OF_MACHINE}))
+    read: dict[str, Any] = json.loads(to_json(options))
     return read
 
 
@@ -79,7 +80,7 @@ def require_same(now: Mapping[str, Any], before: Mapping[str, Any], out: Path) -
     for name, value in now.items():
         if value != before.get(name):
             raise ValueError(
-                f"{name.removeprefix('rule.')}={value!r} differs from {before.get(name)!r}, with which {out} was "
+                f"{name}={value!r} differs from {before.get(name)!r}, with which {out} was "
                 "started; keep the old value, or name another --out"
             )
 

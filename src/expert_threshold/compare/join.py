@@ -58,9 +58,8 @@ def _budget(run: ComparedRun) -> dict[str, Any]:
 
 def _recipe(run: ComparedRun) -> dict[str, Any]:
     """Return the options of optimizer, model and rule; of a dense model without those of experts."""
-    model = run.config["model"]
-    every = {**run.config["optim"], **model, **model["rule"]}
-    left_out = {"dispatch", "rule", *(OF_EXPERTS if model["rule"]["name"] == DENSE else ())}
+    every = {**run.config["optim"], **run.config["model"], **run.config["rule"]}
+    left_out = {"dispatch", *(OF_EXPERTS if run.config["rule"]["name"] == DENSE else ())}
     return {name: value for name, value in every.items() if name not in left_out}
 
 

@@ -25,7 +25,7 @@ from ..train.log import say
 from .experiment import (
     Kind,
     KnownText,
-    options_by_name,
+    options_by_path,
     read_shared_text,
     require_same,
     run_title,
@@ -40,7 +40,7 @@ COMPARISON = Kind("comparison", "compare.json")
 # `results.sizes` names; `dispatch` is how a layer is computed.
 SHARED = ("batch_size", "accumulation", "eval_tokens", "dtype")
 OF_EXPERTS = ("d_expert", "shared_experts", "gate_norm", "expert_lr", "router_lr")
-NOT_SHARED = ("rule", "dispatch", *OF_EXPERTS)
+NOT_SHARED = ("dispatch", *OF_EXPERTS)
 
 
 class ComparedRun(NamedTuple):
@@ -123,10 +123,10 @@ class Comparison(NamedTuple):
         runs = self.runs()
         for run in runs:
             config = with_dtype(self.configs.get(run.method, next(iter(self.configs.values()))), _dtype(runs))
-            now, before = options_by_name(config.to_dict()), options_by_name(run.config)
+            now, before = options_by_path(config.to_dict()), options_by_path(run.config)
             if run.method not in self.configs:
-                own = {*vars(config.optim), *NOT_SHARED}
-                now = {name: value for name, value in now.items() if not (name in own or name.startswith("rule."))}
+                own = {f"model.{name}" for name in NOT_SHARED}
+                now = {path: now[path] for path in now if path not in own and not path.startswith(("optim.", "rule."))}
             require_same(now, before, self.folder)
 
     def train(self, console: Console) -> None:

@@ -32,7 +32,7 @@ from .experiment import (
     OTHER_FOLDER,
     Kind,
     KnownText,
-    options_by_name,
+    options_by_path,
     read_shared_text,
     require_same,
     with_dtype,
@@ -222,15 +222,15 @@ class Sweep:
             with corrupted_file_error(path, OTHER_FOLDER):
                 before = read_json(path)
                 self._known, self._earlier = KnownText(**before["text"]), before["studies"]
-                options, self._rules = options_by_name(before["options"]), before["rules"]
+                options, self._rules = options_by_path(before["options"]), before["rules"]
                 made = sum(len(study["trials"]) for study in self._earlier.values())
                 started = {**before["start"], "space": before["space"], "seeds": before["seeds"]}
-                dtype = options["dtype"]
+                dtype = options["train.dtype"]
         self._config = with_dtype(self._config, dtype if before else None)
         rules = {name: rule_to_dict(method.config.model.rule) for name, method in self.methods.items()}
         if before:
             require_same({**self.start, "space": self.space, "seeds": self.seeds}, started, self.folder)
-            now = options_by_name(self._config.to_dict())
+            now = options_by_path(self._config.to_dict())
             shared = {name: value for name, value in now.items() if not name.startswith("rule.")}
             require_same(shared, options, self.folder)
             for name in rules.keys() & self._rules.keys():

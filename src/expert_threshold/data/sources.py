@@ -32,19 +32,19 @@ class DataConfig:
 
     source: str = option(
         EMBEDDED,
-        "Text to train on: embedded, Python's standard library; fineweb-edu, once et data has downloaded it; a "
-        ".txt, .jsonl or .parquet file, a folder of them, or one of tokens; .txt and .jsonl also as .gz and .zst.",
+        "Text to train on: embedded, fineweb-edu or a path. embedded is Python's standard library; et data downloads "
+        "fineweb-edu; a path is a .txt, .jsonl (also as .gz and .zst) or .parquet file, a folder of them, or a folder "
+        "of tokens.",
     )
     text_field: str = option("text", "Field or column that holds the text, in .jsonl and .parquet.")
     validation_fraction: Annotated[float, Bounds(above=0, below=1)] = option(
-        0.05, "Share of documents held out if the source has no validation split of its own."
+        0.05, "Share of documents held out if the source has no validation split."
     )
     skip_damaged: bool = option(
-        False, "Skip shards, and parts of them, that cannot be read, with a warning; otherwise they are errors."
+        False, "Skip shards, and parts of them, that cannot be read, with a warning. Otherwise they are errors."
     )
     train_shards: Count | None = option(
-        None,
-        "Train on the first so many shards of fineweb-edu or of a folder of Parquet; none is all there are.",
+        None, "Number of shards to train on, of fineweb-edu or of a folder of Parquet. Defaults to all."
     )
 
     def __post_init__(self) -> None:
@@ -201,7 +201,7 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
     try:
         train = files.open_shards(by_name["train"][:number], config.text_field, config.skip_damaged)
     except ValueError as error:
-        raise ValueError(f"{error}; or skip such shards with --skip-damaged") from None
+        raise ValueError(f"{error}; or skip such shards with --data.skip-damaged") from None
     validation = files.open_shards(by_name["validation"], config.text_field, skip_damaged=False)
     shards: dict[Split, files.Shards] = {"train": train, "validation": validation}
     if not train.groups:

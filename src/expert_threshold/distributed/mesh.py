@@ -146,7 +146,7 @@ def mesh_sizes(world_size: int, expert_parallel: int) -> tuple[int, int]:
     if world_size % expert_parallel:
         raise ValueError(
             f"expert_parallel={expert_parallel} does not divide the {world_size} ranks; launch a multiple of "
-            f"{expert_parallel}, or give --expert-parallel 1"
+            f"{expert_parallel}, or give --train.expert-parallel 1"
         )
     return world_size // expert_parallel, expert_parallel
 

@@ -3,7 +3,7 @@ failed and why.
 
 Everything goes through the launcher's key-value store, which works before there are process groups and outlives every
 rank. torch's `broadcast_object_list` would unpickle what it receives and time out while the main rank works for longer
-than `--timeout`; torchelastic's `@record` prints a traceback per rank, where one line from one rank is enough.
+than `--train.timeout`; torchelastic's `@record` prints a traceback per rank, where one line from one rank is enough.
 """
 
 from __future__ import annotations
@@ -219,7 +219,9 @@ class Rendezvous:
         if late:
             who = f"{names} did not answer" if lost else f"all {self.world_size} ranks are alive, but not in step"
             rank, text = texts[0]
-            return f"timed out: {who}; {remedy}; give a longer --timeout if they are only slow (rank {rank}: {text})"
+            return (
+                f"timed out: {who}; {remedy}; give a longer --train.timeout if they are only slow (rank {rank}: {text})"
+            )
         if lost:
             return f"{names} exited or stopped responding; {remedy}"
         return " ".join(f"rank {rank}: {text}; {remedy}" for rank, text in texts[:1]) or INTERRUPTED

@@ -75,12 +75,12 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
         raise ValueError(f"{path}: no config.json with model_type {MODEL_TYPE}; name a folder that et export wrote")
     _require_whole_model(path, config)
     config["softcap"] = config.get("final_logit_softcapping", GPTConfig.softcap)
-    options = {f.name: config[f.name] for f in fields(GPTConfig) if f.name in config}
+    options = {f.name: config[f.name] for f in fields(GPTConfig) if f.name in config and f.name != "rule"}
     tokenizer, weights = read_tokenizer(path / "tokenizer.json"), _inside(_load(path))
     _require_own_vocabulary(path, tokenizer.vocab_size, options.get("vocab_size"))
     options["vocab_size"] = tokenizer.vocab_size
     try:
-        gpt_config = GPTConfig.from_dict(options)
+        gpt_config = GPTConfig.from_dict({"model": options, "rule": config.get("rule")})
     except ValueError as error:
         raise ValueError(f"{path / 'config.json'}: {error}") from error
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
     facts, step = _told_facts(path, config)
     with new_folder(out, "--out") as temporary:
         run = RunFolder(temporary)
-        run.write_config({"model": gpt_config.to_dict()} | facts)
+        run.write_config(gpt_config.to_dict() | facts)
         tokenizer.save(run.tokenizer_path)
         run.save_checkpoint(step, {"model": model.state_dict()}, {})
     return RunFolder.open(out)
@@ -216,7 +216,8 @@ def _cache(config: GPTConfig) -> dict[str, bool]:
 
 
 def _config(config: GPTConfig, bos: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-    options = config.to_dict()
+    sections = config.to_dict()
+    options = {**sections["model"], "rule": sections["rule"]}
     return {
         "architectures": [ARCHITECTURE],
         "auto_map": AUTO_MAP,

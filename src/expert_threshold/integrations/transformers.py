@@ -566,7 +566,7 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         one before it: in vLLM and in transformers' continuous batching it would be another request's, silently.
         """
         own = self.config._attn_implementation in (None, *ALL_MASK_ATTENTION_FUNCTIONS._global_mapping)
-        flags = {"smear": "--no-smear", "key_offset": "--key-offset none"}
+        flags = {"smear": "--no-model.smear", "key_offset": "--model.key-offset none"}
         needs = {name: flag for name, flag in flags.items() if getattr(self.config, name)}
         needs |= {} if self.routes_by_token else {f"rule {self.config.rule['name']}": "another --rule"}
         if needs and (not own or kwargs.get("cache") is not None):

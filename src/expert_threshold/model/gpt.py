@@ -31,7 +31,7 @@ from ..moe import (
     rule_from_dict,
     rule_to_dict,
 )
-from ..option import Bounds, Count, NotNegative, Whole, option, require_valid
+from ..option import Bounds, Count, NonNegative, NonNegativeInt, option, require_valid
 from .attention import Attention, Cache, CacheSlice, norm, rotary
 from .cross_entropy import cross_entropy, linear_cross_entropy, softcap_logits
 from .presets import PRESETS, SMEAR_GATE_CHANNELS
@@ -49,59 +49,61 @@ class GPTConfig:
     """
 
     vocab_size: Count = option(65536, "Tokens in the vocabulary.")
-    context: Count = option(2048, "Tokens in the longest sequence.")
-    layers: Annotated[int, Bounds(least=1, most=1_000)] = option(12, "Layers.")
-    d_model: Count = option(768, "Width. Other widths of a preset keep their proportion to it unless they are set.")
+    context: Count = option(2048, "Tokens in a sequence.")
+    layers: Annotated[int, Bounds(least=1, most=1_000)] = option(12, "Transformer layers.")
+    d_model: Count = option(
+        768, "Width of the model. Other widths of a preset keep their proportion to it unless they are set."
+    )
     heads: Count = option(6, "Attention heads.")
-    kv_heads: Count = option(6, "Key-value heads; fewer than heads give grouped-query attention.")
-    d_expert: Count = option(1536, "Hidden width of each expert.")
+    kv_heads: Count = option(6, "Key-value heads. Fewer than heads give grouped-query attention.")
+    d_expert: Count = option(1536, "Hidden width of an expert.")
     d_feed_forward: Count = option(3072, "Hidden width of dense layers.")
-    shared_experts: Whole = option(1, "Experts that see every token; 0 for none.")
-    dense_layers: Whole = option(1, "Number of leading layers without experts.")
+    shared_experts: NonNegativeInt = option(1, "Experts that process every token.")
+    dense_layers: NonNegativeInt = option(1, "Number of leading layers without experts.")
     # The rule that turns scores into an assignment; None is dense.
     rule: Rule | None = ExpertThreshold()  # noqa: RUF009  a frozen record
     softcap: Annotated[float, Bounds(above=0, most=60)] | None = option(
-        15.0, "Softcap of the logits, which bounds them to ± this; none is off."
+        15.0, "Softcap of the logits, which bounds them to ± this value. none switches it off."
     )
-    gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout; none is off.")
-    activation: ActivationName = option("relu2", "Nonlinearity of the feed-forwards.")
-    z_loss: NotNegative | None = option(None, "Strength of the router z-loss; none is off.")
+    gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout. none switches it off.")
+    activation: ActivationName = option("relu2", "Activation of the feed-forwards.")
+    z_loss: NonNegative | None = option(None, "Strength of the router z-loss. none switches it off.")
     initialization: Initialization = option(
-        "paper", "Distribution of the initial weights; has no effect on a trained model."
+        "paper", "Distribution of the initial weights. It has no effect on a trained model."
     )
     value_embeddings: ValueEmbeddings | None = option(
         None,
-        "Layers whose values gain a learned vector of their token, gated; alternate is every other one and the last; "
-        "none is off.",
+        "Layers whose values gain a learned, gated vector of their token. alternate is every other layer and the "
+        "last; none is no layer.",
     )
     residual_scalars: bool = option(False, "Scale the residual stream before each layer by a learned number.")
     skip_scalars: bool = option(False, "Add the first layer's input, times a learned number, before each layer.")
-    smear: bool = option(False, "Add some of the previous token's embedding to each token's, gated.")
+    smear: bool = option(False, "Add part of the previous token's embedding to each token's, gated.")
     backout: bool = option(False, "Subtract the middle layer's output, times a learned number, before the head.")
     qk_scale: Annotated[float, Bounds(above=0, most=100)] = option(
-        1.0, "Factor of queries and of keys after their norm; above 1 attention is sharper."
+        1.0, "Factor of queries and of keys after their norm. Values above 1 sharpen attention."
     )
     rotary_base: Annotated[float, Bounds(above=1, most=10**12)] = option(
-        10_000.0, "Base of the rotary positions' wavelengths."
+        10_000.0, "Base of the wavelengths of rotary embeddings."
     )
     key_offset: KeyOffset | None = option(
         None,
-        "Layers in which the half of each key that rotates slowest is the previous token's, so that one layer finds "
-        "what followed a token; none is off.",
+        "Layers in which the half of each key that rotates slowest is taken from the previous token, so that one "
+        "layer finds what followed a token. none is no layer.",
     )
     windows: str | None = option(
         None,
-        "Attention's reach by layer, a pattern such as SSSL, repeated: L is long and sees all, S is short. The last "
-        "layer is always long; none is L.",
+        "Sliding-window pattern by layer, such as SSSL, repeated. L attends to all tokens and S to a window; the last "
+        "layer is always L. Defaults to L everywhere.",
     )
     short_window: Count | None = option(
         None,
-        "Tokens before its own that a token of a short layer sees; none is a quarter of the context, rounded up to a "
-        "multiple of 128.",
+        "Tokens before its own that a token attends to in an S layer. Defaults to a quarter of the context, rounded "
+        "up to a multiple of 128.",
     )
     dispatch: DispatchName = option(
         "auto",
-        "Backend of the experts; auto is measured in training on a GPU, cpu if there are kernels for the "
+        "Backend of the experts. auto is measured in training on a GPU, cpu if there are kernels for the "
         "processor, else grouped.",
     )
 
@@ -147,14 +149,24 @@ class GPTConfig:
         return 128 * math.ceil(self.context / 512) if self.short_window is None else self.short_window
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as a JSON object."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"rule": rule_to_dict(self.rule)}
+        """Return the configuration as the sections `model` and `rule` of config.json."""
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rule"}
+        return {"model": options, "rule": rule_to_dict(self.rule)}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> GPTConfig:
-        """Return the configuration from its `to_dict`. Raises ValueError on unknown options."""
-        require_valid(cls, record)
-        return cls(**({**record} | ({"rule": rule_from_dict(record["rule"])} if "rule" in record else {})))
+        """Return the configuration from its `to_dict`, or a whole config.json.
+
+        Raises ValueError for a missing section or an unknown option.
+        """
+        for section in ("model", "rule"):
+            if not isinstance(record.get(section), Mapping):
+                raise ValueError(f"section {section!r} is missing or damaged; restore the file from a copy")
+        options = record["model"]
+        require_valid(cls, options)
+        if "rule" in options:
+            raise ValueError("option 'rule' is unknown; the rule has a section of its own")
+        return cls(**options, rule=rule_from_dict(record["rule"]))
 
 
 class Output(NamedTuple):

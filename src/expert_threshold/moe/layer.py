@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..kernels import as_autocast, no_autocast
 from ..kernels.activation import ActivationName
-from ..option import Count, NotNegative, Whole, require_kind
+from ..option import Count, NonNegative, NonNegativeInt, require_kind
 from ..routing import Observation, Routing, Rule
 from .backends import DispatchName, backend_named
 from .experts import Experts, FeedForward
@@ -52,11 +52,11 @@ class MoE(nn.Module):
         require_rule(rule)
         require_kind("d_model", d_model, Count)
         require_kind("d_expert", d_expert, Count)
-        require_kind("shared_experts", shared_experts, Whole)
+        require_kind("shared_experts", shared_experts, NonNegativeInt)
         require_kind("dispatch", dispatch, DispatchName)
         require_kind("activation", activation, ActivationName)
         require_kind("gate_norm", gate_norm, GateNorm | None)
-        require_kind("z_loss", z_loss, NotNegative | None)
+        require_kind("z_loss", z_loss, NonNegative | None)
         self.dispatch = backend_named(dispatch)
         self.gate_norm = gate_norm
         self.router = Router(d_model, rule, z_loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from ..option import Bounds, Count, Decay, Share, Whole, option, require_valid
+from ..option import Bounds, Count, Decay, NonNegativeInt, Share, option, require_valid
 from .orthogonal import Lines, OrthogonalizerName, Parts, Side
 
 OptimizerName = Literal["muon", "adamw"]
@@ -25,70 +25,77 @@ class OptimConfig:
     Warmups are counts of steps and are not scaled to the length of a run: short runs set shorter ones.
     """
 
-    matrix_lr: Rate = option(0.02, "Learning rate of all matrices but the embedding, the head and the router.")
-    expert_lr: Rate | None = option(None, "Learning rate of the routed experts' matrices; none is the matrices'.")
+    matrix_lr: Rate = option(
+        0.02, "Learning rate of the matrices. Embedding and head have their own; routers and experts may."
+    )
+    expert_lr: Rate | None = option(None, "Learning rate of the routed experts' matrices. Defaults to matrix_lr.")
     embed_lr: Rate = option(0.2, "Learning rate of the embedding.")
     head_lr: Rate = option(0.004, "Learning rate of the head.")
-    router_lr: Rate | None = option(None, "Learning rate of the routers; none is the matrices'.")
-    value_embed_lr: Rate | None = option(None, "Learning rate of value embeddings; none is half the embedding's.")
+    router_lr: Rate | None = option(None, "Learning rate of the routers. Defaults to matrix_lr.")
+    value_embed_lr: Rate | None = option(None, "Learning rate of value embeddings. Defaults to half of embed_lr.")
     residual_lr: Rate = option(0.005, "Learning rate of the residual scalars, at any width.")
     skip_lr: Rate = option(0.5, "Learning rate of the skip scalars, at any width.")
     smear_lr: Rate = option(0.2, "Learning rate of smear and of the backout scalar, at any width.")
     router_optimizer: OptimizerName = option("muon", "Optimizer of the routers.")
     betas: tuple[Decay, Decay] = option((0.9, 0.95), "AdamW's decay of the first and of the second moment.")
-    embed_betas: tuple[Decay, Decay] | None = option(None, "The same of all embeddings alone; none is betas.")
-    head_betas: tuple[Decay, Decay] | None = option(None, "The same of the head alone; none is betas.")
-    skip_betas: tuple[Decay, Decay] | None = option(None, "The same of the skip scalars alone; none is betas.")
+    embed_betas: tuple[Decay, Decay] | None = option(None, "AdamW's betas for all embeddings. Defaults to betas.")
+    head_betas: tuple[Decay, Decay] | None = option(None, "AdamW's betas for the head. Defaults to betas.")
+    skip_betas: tuple[Decay, Decay] | None = option(None, "AdamW's betas for the skip scalars. Defaults to betas.")
     eps: Rate = option(1e-10, "AdamW's epsilon.")
-    adamw_warmup_steps: Whole = option(250, "Steps over which AdamW's learning rates rise from 0.")
-    muon_warmup_steps: Whole = option(0, "Steps over which Muon's learning rates rise; 0 starts at the peak.")
+    adamw_warmup_steps: NonNegativeInt = option(250, "Steps over which AdamW's learning rates rise from 0.")
+    muon_warmup_steps: NonNegativeInt = option(0, "Steps over which Muon's learning rates rise. 0 starts at the peak.")
     momentum: Decay = option(0.95, "Muon's momentum.")
     momentum_start: Decay = option(0.85, "Muon's momentum at the first step.")
-    momentum_warmup_steps: Whole = option(300, "Steps over which Muon's momentum goes from its start to its value.")
+    momentum_warmup_steps: NonNegativeInt = option(300, "Steps over which Muon's momentum rises to its value.")
     momentum_end: Decay | None = option(
         None,
-        "Muon's momentum at the last step, approached as the learning rates decay; none keeps it constant after its "
+        "Muon's momentum at the last step, approached as the learning rates decay. Defaults to no change after the "
         "warmup.",
     )
     orthogonalizer: OrthogonalizerName = option(
         "newton_schulz", "Muon's iteration: the paper's quintic, or Polar Express, whose polynomial changes every step."
     )
-    ns_steps: Count = option(5, "Iterations in each Muon step, of either kind.")
+    ns_steps: Count = option(5, "Iterations in each Muon step.")
     ns_dtype: DtypeName = option(
-        "auto", "Type of the iteration's products; auto is bfloat16 where the hardware has it."
+        "auto", "Dtype of the iteration's products. auto is bfloat16 where the hardware has it."
     )
     equilibrate: Lines | None = option(
-        None, "Give the momentum's rows or columns equal norms before the iteration (MuonEq); none is off."
+        None, "Give the momentum's rows or columns equal norms before the iteration (MuonEq). none switches it off."
     )
     renormalize: Parts | None = option(
-        None, "Give the update's rows, its columns or the whole the norm of an orthogonal matrix (Muon+); none is off."
+        None,
+        "Give the update's rows, columns or whole matrix the norm of an orthogonal one (Muon+). none switches it off.",
     )
     normuon: Side | None = option(
-        None, "Divide the update by second moments of its rows, columns or longer side (NorMuon); none is off."
+        None, "Divide the update by second moments of its rows, columns or longer side (NorMuon). none switches it off."
     )
     normuon_beta: Decay = option(0.95, "Decay of NorMuon's second moments.")
     expert_period: Count = option(
         1,
-        "Muon updates each layer's expert matrices only in every N-th step, layers in turn, at N times the learning "
-        "rate; their momenta are updated in every step.",
+        "Update each layer's expert matrices only every N-th step, layers in turn, at N times the learning rate. "
+        "Momenta are updated in every step.",
     )
     weight_decay: Strength = option(0.0, "Decoupled weight decay of Muon's matrices, times their learning rate.")
-    weight_decay_schedule: DecayName = option("constant", "Course of the weight decay; cosine ends at 0.")
-    cautious_weight_decay: bool = option(False, "Decay only weights that the update moves towards 0, too.")
-    embed_weight_decay: Strength = option(0.0, "Constant weight decay of the embedding, times its learning rate.")
-    value_embed_weight_decay: Strength = option(0.0, "The same of value embeddings.")
-    head_weight_decay: Strength = option(0.0, "The same of the head.")
-    residual_weight_decay: Strength = option(0.0, "The same of the residual scalars.")
+    weight_decay_schedule: DecayName = option("constant", "Schedule of the weight decay. cosine falls to 0.")
+    cautious_weight_decay: bool = option(False, "Decay only weights that the update also moves towards 0.")
+    embed_weight_decay: Strength = option(0.0, "Weight decay of the embedding, constant, times its learning rate.")
+    value_embed_weight_decay: Strength = option(
+        0.0, "Weight decay of value embeddings, constant, times their learning rate."
+    )
+    head_weight_decay: Strength = option(0.0, "Weight decay of the head, constant, times its learning rate.")
+    residual_weight_decay: Strength = option(
+        0.0, "Weight decay of the residual scalars, constant, times their learning rate."
+    )
     schedule: ScheduleName = option(
-        "linear", "Course of the learning rates: a straight line down, or constant until the cooldown."
+        "linear", "Learning-rate schedule: a straight line down, or constant until the cooldown."
     )
     cooldown: Share = option(0.2, "Share of the steps over which warmup_stable_decay falls.")
-    min_lr_ratio: Ratio = option(0.1, "Where the schedule ends, as a fraction of the peak.")
+    min_lr_ratio: Ratio = option(0.1, "Final learning rate as a fraction of the peak.")
     clip: Rate | None = option(
-        None, "Largest global norm of the gradients, above which they are scaled down; none is off."
+        None, "Maximum global norm of the gradients, which are scaled down to it. none switches clipping off."
     )
     scale_muon: bool = option(
-        True, "Scale Muon's learning rates by λ = (d_model / 768)^(−1/2) too, as AdamW's always are."
+        True, "Scale Muon's learning rates by λ = (d_model / 768)^(−1/2) too. AdamW's always are."
     )
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..kernels.cpu.blocks import PARTS, override
-from ..option import Count, Decay, NotNegative, Whole, require_kind
+from ..option import Count, Decay, NonNegative, NonNegativeInt, require_kind
 from . import orthogonal
 from .orthogonal import Lines, OrthogonalizerName, Parts, Side, normalize, normuon, orthogonalize, second_moment_shape
 
@@ -162,14 +162,14 @@ class Muon(Optimizer):
 
 def _require_movable(group: Mapping[str, Any]) -> None:
     kinds = {
-        "lr": NotNegative,
+        "lr": NonNegative,
         "momentum": Decay,
         "ns_steps": Count,
         "normuon_beta": Decay,
         "period": Count,
-        "phase": Whole,
-        "turn": Whole,
-        "weight_decay": NotNegative,
+        "phase": NonNegativeInt,
+        "turn": NonNegativeInt,
+        "weight_decay": NonNegative,
         "orthogonalizer": OrthogonalizerName,
         "equilibrate": Lines | None,
         "renormalize": Parts | None,

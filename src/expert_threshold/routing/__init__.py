@@ -10,7 +10,7 @@ Dimensions, by the words that docstrings use:
     levels         quantiles in a sketch of an expert's scores
 """
 
-from ..option import Bounds, Count, Decay, NotNegative, Positive, Share, Whole, option
+from ..option import Bounds, Count, Decay, NonNegative, NonNegativeInt, Positive, Share, option
 from .cutoffs import PAPER_STEPS, ByCutoff, CutoffState, Pool, bounds, cutoff, dial, scaled_decay
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
@@ -22,7 +22,7 @@ from .registry import (
     RULES,
     option_names,
     register_rule,
-    require_options,
+    require_option,
     rule_from_dict,
     rule_name,
     rule_to_dict,
@@ -47,7 +47,8 @@ __all__ = [
     "Decay",
     "ExpertChoice",
     "ExpertThreshold",
-    "NotNegative",
+    "NonNegative",
+    "NonNegativeInt",
     "NullSlotState",
     "NullSlots",
     "Observation",
@@ -65,7 +66,6 @@ __all__ = [
     "TokenChoice",
     "TopP",
     "TopPState",
-    "Whole",
     "Window",
     "all_finite",
     "bounds",
@@ -76,7 +76,7 @@ __all__ = [
     "option",
     "option_names",
     "register_rule",
-    "require_options",
+    "require_option",
     "rule_from_dict",
     "rule_name",
     "rule_to_dict",

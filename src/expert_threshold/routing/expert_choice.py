@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, Decay, Whole, option
+from ..option import Count, Decay, NonNegativeInt, option
 from .cutoffs import (
     ByCutoff,
     CutoffState,
@@ -31,18 +31,17 @@ class ExpertChoice(ByCutoff):
     """Exact loads in training, at the price of looking at the whole pool; running cutoffs decide in inference."""
 
     num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: float = option(1, "Routed experts of one token, on average.")
+    experts_per_token: float = option(1, "Mean number of routed experts per token.")
     pool: Pool = option(
         "batch",
-        "Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches, or a number of "
-        "tokens.",
+        "Tokens that compete for an expert. A sequence, a micro-batch, all ranks' micro-batches, or so many tokens.",
     )
-    decay: Decay = option(0.999, "Decay of the running mean of cutoffs; presets scale it with their number of steps.")
+    decay: Decay = option(0.999, "Decay β of the cutoffs' running mean. Presets scale it to their number of steps.")
     debias: bool = option(True, "Correct the running mean for its start at 0.")
     gate: PlainGate = option(
-        "sigmoid", "Gate of an expert's output: sigmoid, the paper's, or softmax, over all experts and null scores."
+        "sigmoid", "Gate of an expert's output. sigmoid is the paper's; softmax is over all experts and null scores."
     )
-    null_scores: Whole = option(0, NULL_SCORES)
+    null_scores: NonNegativeInt = option(0, NULL_SCORES)
 
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None

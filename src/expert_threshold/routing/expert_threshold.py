@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, Decay, NotNegative, Whole, option
+from ..option import Count, Decay, NonNegative, NonNegativeInt, option
 from .cutoffs import (
     PAPER_DECAY,
     PAPER_STEPS,
@@ -43,32 +43,31 @@ class ExpertThreshold(ByCutoff):
     """Causal routing with expected loads: cutoff c_i is the running mean of past batches' k-th largest scores."""
 
     num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: float = option(1, "Routed experts of one token, on average.")
-    decay: Decay = option(0.999, "Decay β of the running mean of cutoffs; presets scale it with their number of steps.")
-    warmup_steps: Whole = option(
+    experts_per_token: float = option(1, "Mean number of routed experts per token.")
+    decay: Decay = option(0.999, "Decay β of the cutoffs' running mean. Presets scale it to their number of steps.")
+    warmup_steps: NonNegativeInt = option(
         4000,
-        "Optimizer steps of expert choice before cutoffs decide; presets use 4000 from the paper's 19,073 steps on, a "
-        "fifth of shorter runs.",
+        "Steps of expert choice before cutoffs decide. Presets use 4000 from the paper's 19,073 steps on, a fifth of "
+        "shorter runs.",
     )
-    capacity_slack: NotNegative | None = option(
-        0.5,
-        "Slack s: loads stay within k(1−s) and k(1+s) while training; none switches the bounds off.",
+    capacity_slack: NonNegative | None = option(
+        0.5, "Slack s: loads in training stay within k(1±s). none switches the bounds off."
     )
     pool: Pool = option(
         "global",
-        "Tokens over which the k-th largest score and the bounds are taken: a sequence, a micro-batch, all ranks' "
-        "micro-batches, or a number of tokens.",
+        "Tokens over which the k-th largest score is taken. A sequence, a micro-batch, all ranks' micro-batches, or a "
+        "number of tokens; the bounds apply to the same tokens.",
     )
-    debias: bool = option(True, "Correct the running mean for its start at 0; the paper's literal formula does not.")
+    debias: bool = option(True, "Correct the running mean for its start at 0. The paper's literal formula does not.")
     estimator: Estimator = option(
         "mean",
-        "Estimator of cutoffs: mean is the paper's running mean; trend adds a slope, so that cutoffs do not lag "
+        "Estimator of the cutoffs. mean is the paper's running mean; trend adds a slope, so that cutoffs do not lag "
         "behind drifting scores, for runs of up to 2000 steps with a decay of 0.6.",
     )
     gate: PlainGate = option(
-        "sigmoid", "Gate of an expert's output: sigmoid, the paper's, or softmax, over all experts and null scores."
+        "sigmoid", "Gate of an expert's output. sigmoid is the paper's; softmax is over all experts and null scores."
     )
-    null_scores: Whole = option(0, NULL_SCORES)
+    null_scores: NonNegativeInt = option(0, NULL_SCORES)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,7 +19,7 @@ _LABELS: dict[Gate, str] = {
     "softmax_chosen": " softmax chosen",
     "sigmoid_normalised": " sigmoid norm.",
 }
-NULL_SCORES = "Extra router scores that belong to no expert; they only enter the softmax of the gates."
+NULL_SCORES = "Router scores of no expert. They only enter the softmax of the gates."
 """Help of the option null_scores, which several rules have."""
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, NotNegative, Positive, option
+from ..option import Count, NonNegative, Positive, option
 from .observation import Observation, Routing, observe
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
@@ -33,12 +33,12 @@ class NullSlots(Rule):
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: float = option(1, "Mean number of routed experts per token that the biases aim at.")
+    experts_per_token: float = option(1, "Mean number of routed experts per token at which the biases aim.")
     null_slots: Count = option(16, "Slots that compute nothing.")
     slots_per_token: Count = option(2, "Slots that every token chooses, experts and null slots together.")
-    null: Null = option("zero", "What a null slot returns: zero, or copy, which is the token itself times the gate.")
-    bias_rate: NotNegative = option(0.001, "Step u of the biases; 0 switches them off.")
-    gate_scale: Positive = option(1.0, "Factor c of all gates.")
+    null: Null = option("zero", "Output of a null slot. copy is the token itself times the gate.")
+    bias_rate: NonNegative = option(0.001, "Step u of the biases. 0 switches them off.")
+    gate_scale: Positive = option(1.0, "Factor c applied to all gates.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, Decay, Positive, Whole, option
+from ..option import Count, Decay, NonNegativeInt, Positive, option
 from .cutoffs import form_pools
 from .gates import NULL_SCORES, Gate, Over, Valued
 from .observation import Observation, Routing, observe
@@ -52,21 +52,21 @@ class QuantileBalancing(Valued):
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: Count = option(1, "Routed experts of one token.")
-    over: Over = option("scores", "Values that prices are subtracted from: scores, or gates, their sigmoid or softmax.")
-    decay: Decay = option(0.0, "Decay of the running mean of prices; 0 uses the last step's.")
+    experts_per_token: Count = option(1, "Routed experts per token.")
+    over: Over = option("scores", "Values from which prices are subtracted. gates are the scores' sigmoid or softmax.")
+    decay: Decay = option(0.0, "Decay of the prices' running mean. 0 uses the last step's prices.")
     pool: PricePool = option(
         "global",
-        "Tokens over which quantiles are taken: all ranks' micro-batches together, or each micro-batch, then averaged.",
+        "Tokens over which quantiles are taken. All ranks' micro-batches together, or each micro-batch, then averaged.",
     )
     estimator: PriceEstimator = option(
         "exact",
-        "Estimator of quantiles: exact, or an interpolated histogram between the smallest and the largest value.",
+        "Estimator of quantiles. exact, or an interpolated histogram between the smallest and the largest value.",
     )
     bins: Count = option(1000, "Bins of each expert's histogram.")
-    gate: Gate = option("sigmoid", "Gate of an expert's output, see token_choice; prices do not enter it.")
+    gate: Gate = option("sigmoid", "Gate of an expert's output, as for token_choice. Prices do not enter it.")
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
-    null_scores: Whole = option(0, NULL_SCORES)
+    null_scores: NonNegativeInt = option(0, NULL_SCORES)
 
     def init(self) -> PriceState:
         return PriceState(torch.zeros(self.num_experts, dtype=torch.float32), torch.tensor(0.0, dtype=torch.float32))

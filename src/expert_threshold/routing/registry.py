@@ -11,7 +11,6 @@ from dataclasses import asdict, fields, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from ..option import require_valid
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
 from .null_slots import NullSlots
@@ -128,31 +127,24 @@ def option_names(name: str) -> tuple[str, ...]:
     return tuple(field.name for field in fields(RULES[name]))  # type: ignore[arg-type]
 
 
-def require_options(record: Mapping[str, Any]) -> None:
-    """Raise ValueError for an unknown rule, or an option of its JSON object that is unknown or of the wrong type.
-
-    Whether options suit each other is not checked: others may override some of them.
-    """
-    options = {option: value for option, value in record.items() if option != "name"}
-    name: Any = record.get("name")
+def require_option(name: str, option: str) -> None:
+    """Raise ValueError, naming the rules that have it, for an option that a rule lacks, or if there is no such rule."""
     known = option_names(name)
-    for option in options:
-        if option not in known:
-            having = [other for other in RULES if option in option_names(other)]
-            remedy = f"leave it out, or use {' or '.join(having)}" if having else f"it has {', '.join(known) or 'none'}"
-            raise ValueError(f"{option}: rule {name} has no such option; {remedy}")
-    if name != DENSE:
-        rule = RULES[name]
-        require_valid(rule, {option: rule.converted(option, value) for option, value in options.items()})
+    if option not in known:
+        having = [other for other in RULES if option in option_names(other)]
+        remedy = f"leave it out, or use {' or '.join(having)}" if having else f"it has {', '.join(known) or 'none'}"
+        raise ValueError(f"rule.{option}: rule {name} has no such option; {remedy}")
 
 
 def rule_from_dict(record: Mapping[str, Any]) -> Rule | None:
     """Return the rule described by `{"name": …, option: value, …}`. Raises ValueError on an unknown name or option."""
     if not isinstance(record, Mapping):
         raise ValueError(f'rule={record!r} must be an object such as {{"name": "expert_threshold"}}')
-    require_options(record)
     options = dict(record)
-    name = options.pop("name")
+    name = options.pop("name", None)
+    option_names(name)
+    for option in options:
+        require_option(name, option)
     if name == DENSE:
         return None
     rule = RULES[name](**options)

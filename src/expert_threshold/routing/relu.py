@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, NotNegative, Positive, allows, option
+from ..option import Count, NonNegative, Positive, allows, option
 from .observation import Observation, Routing, observe
 from .rule import Rule, Scope, Window
 
@@ -36,10 +36,10 @@ class ReLU(Rule):
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: float = option(1.0, "Mean fanout that λ steers towards.")
+    experts_per_token: float = option(1.0, "Mean number of routed experts per token towards which λ steers.")
     l1_start: Positive = option(1e-8, "Initial value of λ, the strength of the L1 loss.")
-    l1_rate: NotNegative = option(0.2, "Step α of λ: one optimizer step multiplies or divides λ by 1 + α.")
-    l1_balanced: bool = option(True, "Weight each expert's part of the L1 loss by its load, which balances loads.")
+    l1_rate: NonNegative = option(0.2, "Step α of λ: an optimizer step multiplies or divides λ by 1 + α.")
+    l1_balanced: bool = option(True, "Weight each expert's part of the L1 loss by its load, which balances the loads.")
 
     def init(self) -> ReLUState:
         return ReLUState(torch.tensor(math.log(self.l1_start), dtype=torch.float32))
@@ -92,7 +92,7 @@ class ReLU(Rule):
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return an initial λ that can grow to 0.001 within a tenth of the run; at least the published one."""
         rate = options.get("l1_rate", cls.l1_rate)
-        growth = steps / 10 * math.log1p(rate) if allows(NotNegative, rate) else math.inf
+        growth = steps / 10 * math.log1p(rate) if allows(NonNegative, rate) else math.inf
         return {"l1_start": max(cls.l1_start, float(f"{0.001 * math.exp(-growth):.3g}"))}
 
     @classmethod

@@ -42,7 +42,11 @@ class Rule(ABC):
         """Raise ValueError for an option that its type does not allow; a rule that checks more calls this first."""
         kinds = kinds_of(type(self))
         for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
-            object.__setattr__(self, field.name, self.converted(field.name, getattr(self, field.name)))
+            value = getattr(self, field.name)
+            value = value.item() if isinstance(value, np.generic) else value
+            if bare(kinds[field.name])[0] is int and isinstance(value, float) and value.is_integer():
+                value = int(value)  # another rule's option of the same name may be any number
+            object.__setattr__(self, field.name, value)
         require_kind("num_experts", self.num_experts, Count)
         require_kind("experts_per_token", self.experts_per_token, kinds["experts_per_token"])
         if not 0 < self.experts_per_token <= self.num_experts:
@@ -50,17 +54,6 @@ class Rule(ABC):
                 f"experts_per_token={self.experts_per_token} must be above 0 and at most num_experts={self.num_experts}"
             )
         require_valid(type(self), {field.name: getattr(self, field.name) for field in fields(self)})  # type: ignore[arg-type]
-
-    @classmethod
-    def converted(cls, name: str, value: Any) -> Any:
-        """Return the value of an option as the rule has it.
-
-        Whole floats become integers where the type is int: the same option of another rule may be any number, so a
-        command line reads 2 as 2.0. Numbers of NumPy become Python's.
-        """
-        value = value.item() if isinstance(value, np.generic) else value
-        whole = bare(kinds_of(cls)[name])[0] is int and isinstance(value, float) and value.is_integer()
-        return int(value) if whole else value
 
     @abstractmethod
     def init(self) -> Any:

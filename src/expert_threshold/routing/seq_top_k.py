@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, Positive, Whole, option
+from ..option import Count, NonNegativeInt, Positive, option
 from .cutoffs import as_ratio
 from .gates import NULL_SCORES, Gate, Gated, weights_of
 from .observation import Observation, Routing, observe
@@ -39,14 +39,15 @@ class SeqTopK(Gated):
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: float = option(1, "Routed experts of one token, on average over its sequence.")
-    max_per_token: Count | None = option(None, "Most experts of one token; none lets a token take all of them.")
+    experts_per_token: float = option(1, "Mean number of routed experts per token in a sequence.")
+    max_per_token: Count | None = option(None, "Maximum number of experts of one token. Defaults to all.")
     gate: Gate = option(
         "sigmoid",
-        "Gate of an expert's output, see token_choice; softmax also compares the pairs of a sequence by their shares.",
+        "Gate of an expert's output, as for token_choice. softmax also compares the pairs of a sequence by their "
+        "shares.",
     )
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
-    null_scores: Whole = option(0, NULL_SCORES)
+    null_scores: NonNegativeInt = option(0, NULL_SCORES)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, NotNegative, Positive, Whole, option
+from ..option import Count, NonNegative, NonNegativeInt, Positive, option
 from .balance import auxiliary_loss, move_bias, over_ranks
 from .gates import NULL_SCORES, Gate, Over, Valued, shares_of
 from .observation import Observation, Routing, observe
@@ -47,27 +47,27 @@ class TokenChoice(Valued):
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: Count = option(1, "Routed experts of one token.")
+    experts_per_token: Count = option(1, "Routed experts per token.")
     balance: Balance = option(
         "none",
-        "Load balancing: aux and global_aux add an auxiliary loss on the load of this micro-batch or of all ranks'; "
+        "Load balancing. aux and global_aux add an auxiliary loss on the load of this micro-batch or of all ranks; "
         "loss_free and loss_free_proportional select by score + bias.",
     )
-    aux_strength: NotNegative = option(0.001, "Strength α of the auxiliary losses.")
-    bias_rate: NotNegative = option(0.005, "Step u of the loss-free biases.")
+    aux_strength: NonNegative = option(0.001, "Strength α of the auxiliary losses.")
+    bias_rate: NonNegative = option(0.005, "Step u of the loss-free biases.")
     gate: Gate = option(
         "sigmoid",
-        "Gate of an expert's output: sigmoid; softmax, over all experts and null scores; softmax_chosen, over the "
-        "chosen experts; sigmoid_normalised, sigmoids divided by their sum over the chosen ones.",
+        "Gate of an expert's output. softmax is over all experts and null scores, softmax_chosen over the chosen "
+        "experts; sigmoid_normalised divides sigmoids by their sum over the chosen experts.",
     )
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     over: Over = option(
         "scores",
-        "Values that biases are added to and that groups are compared by: scores, or gates, their sigmoid or softmax.",
+        "Values to which biases are added and by which groups are compared. gates are the scores' sigmoid or softmax.",
     )
-    num_groups: Count = option(1, "Groups of experts, of equal size.")
-    groups_per_token: Count = option(1, "Groups that the experts of one token may lie in.")
-    null_scores: Whole = option(0, NULL_SCORES)
+    num_groups: Count = option(1, "Number of groups of experts, of equal size.")
+    groups_per_token: Count = option(1, "Number of groups from which a token's experts may come.")
+    null_scores: NonNegativeInt = option(0, NULL_SCORES)
 
     def __post_init__(self) -> None:
         super().__post_init__()

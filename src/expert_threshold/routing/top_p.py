@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..option import Count, NotNegative, Share, option
+from ..option import Count, NonNegative, Share, option
 from .observation import Observation, Routing, observe
 from .rule import Rule, Scope, Window
 
@@ -43,12 +43,12 @@ class TopP(Rule):
     num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(
         1.0,
-        "Mean fanout that the controller aims at; without a controller p alone decides.",
+        "Mean number of routed experts per token at which the controller aims. Without a controller, p alone decides.",
     )
-    p: Share = option(0.4, "Total softmax share of a token's experts; with a controller, its initial value.")
+    p: Share = option(0.4, "Total softmax share of a token's experts. With a controller, its initial value.")
     controller: bool = option(False, "Adjust p so that the mean fanout meets experts_per_token.")
-    p_gain: NotNegative = option(0.1, "Proportional gain u_P of the controller, times the change of the error.")
-    p_rate: NotNegative = option(0.02, "Integral gain u_I of the controller, times the error.")
+    p_gain: NonNegative = option(0.1, "Proportional gain u_P of the controller, times the change of the error.")
+    p_rate: NonNegative = option(0.02, "Integral gain u_I of the controller, times the error.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -177,12 +177,12 @@ def derive(
 ) -> RunFolder:
     """Write a run folder from another without training: its configuration and tokenizer with these weights, atomically.
 
-    model: its section of the configuration; files: further JSON objects by name. The source does not change. Raises
+    model: its sections of the configuration; files: further JSON objects by name. The source does not change. Raises
     ValueError if `to` is not empty, OSError if the disk is full.
     """
     with new_folder(to) as temporary:
         run = RunFolder(temporary)
-        run.write_config({**source.config, "model": dict(model), "init_from": str(source.path.resolve())})
+        run.write_config({**source.config, **model, "init_from": str(source.path.resolve())})
         run.write_tokenizer(source.tokenizer())
         run.save_checkpoint(step, {"model": weights}, {})
         for name, content in (files or {}).items():

@@ -26,10 +26,9 @@ def load_model(
     has no such rate.
     """
     folder = RunFolder.open(run)
-    config = folder.section("model")
     weights = folder.load_checkpoint(step, parts=("model",)).tensors["model"]
     with folder.named(), torch.device("meta"):
-        model = GPT(GPTConfig.from_dict(config), compute_dtype=compute_dtype)
+        model = GPT(GPTConfig.from_dict(folder.config), compute_dtype=compute_dtype)
     model.to_empty(device=device)
     try:
         model.load_state_dict(weights)

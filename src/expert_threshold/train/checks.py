@@ -87,7 +87,7 @@ def decisive(record: Mapping[str, Any]) -> dict[str, Any]:
     Text is compared by its hash.
     """
     free = {f"train.{name}" for name in (*FREE_ON_RESUME, "steps")}
-    options = {f"{part}.{name}": v for part in ("model", "optim", "train") for name, v in record[part].items()}
+    options = {f"{part}.{name}": v for part in ("model", "rule", "optim", "train") for name, v in record[part].items()}
     kept: dict[str, Any] = json.loads(json.dumps({name: v for name, v in options.items() if name not in free}))
     return kept
 
@@ -101,12 +101,12 @@ def require_unchanged(folder: RunFolder, record: Mapping[str, Any], budget: Budg
     with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
         before, decided, _ = saved.state["options"], saved.state["decisions"], saved.state["elapsed"]
     differing = [
-        f"{name.split('.')[1]}={options.get(name)!r} differs from {before.get(name)!r}"
+        f"{name}={options.get(name)!r} differs from {before.get(name)!r}"
         for name in options | before
         if options.get(name) != before.get(name)
     ]
     if [list(decision) for decision in budget.decisions[: len(decided)]] != decided:
-        differing.append(f"steps={budget.decisions[-1].steps} differs from {decided[-1][1]}")
+        differing.append(f"train.steps={budget.decisions[-1].steps} differs from {decided[-1][1]}")
     if differing:
         raise ValueError(
             f"{'; '.join(differing)}, with which step {saved.step} of {folder.path} was made; restore it in "

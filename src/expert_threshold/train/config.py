@@ -20,42 +20,39 @@ class TrainConfig:
     steps: Count = option(1000, "Optimizer steps.")
     batch_size: Count = option(8, "Sequences in a micro-batch.")
     accumulation: Count = option(1, "Micro-batches in an optimizer step.")
-    seed: Annotated[int, Bounds(least=0, below=2**63)] = option(
-        0, "Seed of the weights and of the order of the documents."
-    )
-    device: DeviceName = option("auto", "Where to compute; auto is cuda where there is one, else cpu.")
+    seed: Annotated[int, Bounds(least=0, below=2**63)] = option(0, "Seed of the weights and of the data order.")
+    device: DeviceName = option("auto", "Device to train on. auto is cuda if available, else cpu.")
     dtype: DtypeName = option(
-        "auto", "Type of the matrix products; auto is bfloat16 where the hardware multiplies it, else float32."
+        "auto", "Dtype of matrix products. auto is bfloat16 where the hardware has it, else float32."
     )
     activation_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     compile: CompileName = option(
-        "auto",
-        "Compile the model with torch.compile; auto does from 2·10¹⁴ FLOPs on (GPU: 10¹⁶), in one process, "
-        "if it works.",
+        "auto", "Use torch.compile. auto does from 2·10¹⁴ FLOPs on (GPU: 10¹⁶), in one process, if it works."
     )
-    log_every: Count = option(10, "Steps between two lines of training metrics, which are means over these steps.")
-    eval_every: Count | None = option(250, "Steps between two validations, one more at the end; none is off.")
-    eval_tokens: Count | None = option(None, "Tokens of the validation split to evaluate on; none is all.")
+    log_every: Count = option(10, "Steps between lines of training metrics. A line holds means over these steps.")
+    eval_every: Count | None = option(
+        250, "Steps between validations. The last step is validated too; none switches validation off."
+    )
+    eval_tokens: Count | None = option(None, "Tokens of a validation. Defaults to the whole validation split.")
     core_bundle: str | None = option(
         None,
-        "Eval bundle with CORE's tasks, evaluated on saved checkpoints; none evaluates CORE only with core_every.",
+        "Eval bundle with the tasks of CORE, for saved checkpoints. Defaults to the downloaded one if core_every is "
+        "set.",
     )
-    core_every: Count | None = option(
-        None, "Steps between two evaluations of CORE, one more at the end; none is only at the end."
+    core_every: Count | None = option(None, "Steps between evaluations of CORE. Omit to evaluate only at the end.")
+    core_max_per_task: Count | None = option(None, "Maximum number of questions of each task of CORE. Defaults to all.")
+    sample_every: Count | None = option(
+        None, "Steps between samples of text. The last step is sampled too; none switches samples off."
     )
-    core_max_per_task: Count | None = option(None, "Maximum questions of each task of CORE; none is all.")
-    sample_every: Count | None = option(None, "Steps between two samples of text, one more at the end; none is off.")
-    checkpoint_every: Count | None = option(
-        250, "Steps between two checkpoints, one more at the end; none is only at the end."
-    )
-    keep_checkpoints: Count | None = option(None, "Number of newest checkpoints to keep; none keeps all.")
+    checkpoint_every: Count | None = option(250, "Steps between checkpoints. Omit to save only at the end.")
+    keep_checkpoints: Count | None = option(None, "Number of newest checkpoints to keep. Defaults to all.")
     track: TrackerName = option("none", "Tracker that receives metrics in addition to metrics.jsonl.")
-    threads: Count | None = option(None, "CPU threads; none is torch's default.")
+    threads: Count | None = option(None, "CPU threads. Defaults to torch's choice.")
     tokenizer_threads: Count | None = option(
-        None, "Threads that read and tokenize text in shards ahead of training; none is one for each core but one."
+        None, "Threads that read and tokenize shards ahead of training. Defaults to one fewer than there are cores."
     )
     expert_parallel: Count = option(
-        1, "Ranks over which the experts of a layer are split; 1 leaves all of them on every rank."
+        1, "Ranks over which the experts of a layer are split. 1 keeps all of them on every rank."
     )
     shard: bool = option(False, "Split parameters, gradients and optimizer state over all ranks, to save memory.")
     timeout: Count = option(600, "Seconds without an answer after which a rank counts as lost.")

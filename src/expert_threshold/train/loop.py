@@ -126,8 +126,10 @@ def train(
     if continue_warmup and init_from is None:
         raise ValueError("continue_warmup continues the warmup of another run; name that run with --init-from")
     is_main = rendezvous is None or rendezvous.rank == 0
+    sections = model.to_dict()
+    options = sections["model"] | sections["rule"] | asdict(optim) | asdict(config)
     with (
-        _locked(folder, rendezvous, model.to_dict() | asdict(optim) | asdict(config)),
+        _locked(folder, rendezvous, options),
         Interrupt(quiet=rendezvous is not None) as interrupt,
         Display(console if is_main else None, title) as display,
         process_groups(

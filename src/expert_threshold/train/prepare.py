@@ -268,13 +268,13 @@ def _read_core(config: TrainConfig) -> Sequence[Task]:
     if config.core_bundle is None and config.core_every is None:
         if config.core_max_per_task is not None:
             raise ValueError(
-                f"core_max_per_task={config.core_max_per_task} has no effect without CORE; give --core-every"
+                f"core_max_per_task={config.core_max_per_task} has no effect without CORE; give --train.core-every"
             )
         return []
     bundle = config.core_bundle or core_bundle()
     if bundle is None:
         raise ValueError(
-            f"core_every={config.core_every} needs an eval bundle; get one with et data core, or name a --core-bundle"
+            f"core_every={config.core_every} needs an eval bundle; run et data core, or name a --train.core-bundle"
         )
     tasks = read_bundle(bundle)
     for task in tasks:
@@ -314,7 +314,7 @@ def _record(
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     here = {"device": device.type, "dtype": dtype, "threads": torch.get_num_threads()}
     return {
-        "model": model.to_dict(),
+        **model.to_dict(),
         "data": asdict(data) | {"source": absolute(data.source)},
         "optim": asdict(optim),
         "train": asdict(config) | here | {"core_bundle": bundle},
@@ -355,7 +355,7 @@ def _load_initial(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
 
     That run's steps count towards our rule's warmup only with continue_warmup.
     """
-    mine, theirs = gpt.config, GPTConfig.from_dict(source.section("model"))
+    mine, theirs = gpt.config, GPTConfig.from_dict(source.config)
     shapes = {name: (vars(mine)[name], vars(theirs)[name]) for name in ARCHITECTURE}
     my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
     for name, (own, other) in (shapes | {"num_experts": (my_experts, their_experts)}).items():

@@ -155,7 +155,7 @@ def warmup(material: Material) -> Data:
     choice, thresholds = _by_cutoff(material)
     if len({subject.run.warmup_steps > 0 for subject in thresholds}) < 2:
         raise NotShownError(
-            "it needs a rule that trains by running means of cutoffs, with a warmup and with --warmup-steps 0"
+            "it needs a rule that trains by running means of cutoffs, with a warmup and with --rule.warmup-steps 0"
         )
     shown = thresholds + choice
     ends = max(subject.run.warmup_steps for subject in thresholds)

@@ -175,7 +175,7 @@ def batch_size_scaling(material: Material) -> Data:
     pools = {entry["pool"] for entry in entries} - {None}
     if len(pools) < 2:
         raise NotShownError(
-            "it needs a rule with cutoffs trained with two sizes of pools: et train --rule expert_choice --pool TOKENS"
+            "it needs a rule with cutoffs trained with two pools: et train --rule expert_choice --rule.pool TOKENS"
         )
     return {"methods": entries}
 
@@ -303,7 +303,7 @@ def shared_expert(material: Material) -> Data:
         material,
         ("shared_experts", "rule.experts_per_token", "d_expert"),
         lambda run: run["shared_experts"] > 0,
-        "it needs a run, and another that differs only in --shared-experts 0 --experts-per-token 2",
+        "it needs a run, and another that differs only in --model.shared-experts 0 --experts-per-token 2",
     )
 
 
@@ -313,7 +313,7 @@ def fanout_norm(material: Material) -> Data:
         material,
         ("gate_norm",),
         lambda run: run["gate_norm"] is None,
-        "it needs a run, and another that differs only in --gate-norm fanout",
+        "it needs a run, and another that differs only in --model.gate-norm fanout",
     )
 
 
