@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -109,7 +109,7 @@ class Material:
     def read_domains(self) -> None:
         """Read the text of every domain, to refuse one before the work begins. Raises ValueError as `open_held_out`."""
         for domain in self.streams.domains.values():
-            self._held_out(domain.source)
+            self._opened(domain.source, open_held_out)
 
     def trace(self, subject: Subject, stream: str = "validation", step: int | None = None) -> Trace:
         """Return the trace of a checkpoint, the last by default, over a stream.
@@ -158,21 +158,18 @@ class Material:
         domain = self.streams.domains.get(stream)
         source = self.streams.source if domain is None else domain.source
         if source is not None:
-            return self._held_out(source)
-        data = DataConfig(**subject.folder.section("data"))
-        key = str(data)
-        if key not in self._corpora:
-            self._corpora[key] = open_source(**asdict(data))
-        corpus = self._corpora[key]
+            return self._opened(source, open_held_out)
+        data = subject.folder.section("data")
+        corpus = self._opened(str(data), lambda _: open_source(**asdict(DataConfig(**data))))
         if corpus.hash != subject.folder.section("corpus")["hash"]:
             raise ValueError(
                 f"{corpus.name} has changed since {subject.folder.path} began; restore it, or name --data SOURCE"
             )
         return corpus
 
-    def _held_out(self, source: str) -> Corpus:
+    def _opened(self, source: str, open_it: Callable[[str], Corpus]) -> Corpus:
         if source not in self._corpora:
-            self._corpora[source] = open_held_out(source)
+            self._corpora[source] = open_it(source)
         return self._corpora[source]
 
     def _trace(self, subject: Subject, stream: str, windows: Tensor, step: int | None) -> Trace:

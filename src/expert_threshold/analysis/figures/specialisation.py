@@ -290,7 +290,7 @@ def _blocks(data: Data, height: float, draw: Callable[[Axes, np.ndarray], None],
     blocks = [(passage, start) for passage in data["passages"] for start in range(0, len(passage["tokens"]), columns)]
     titles = [f"{passage['name']}, {data['method']}" if start == 0 else "" for passage, start in blocks]
     names = [[_short(token) for token in passage["tokens"][start : start + columns]] for passage, start in blocks]
-    room = height + 0.072 * max(len(name) for block in names for name in block)
+    room = height + 0.072 * max(len(name) for block in names for name in block) - 0.25  # no label below
     figure, every = panels(WIDE, titles, room, "", label, columns=1, share=False)
     for axes, (passage, start), tokens in zip(every, blocks, names, strict=True):
         draw(axes, array(passage["values"])[:, start : start + columns])

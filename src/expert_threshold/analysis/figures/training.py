@@ -117,18 +117,14 @@ def draw_smoothed(key: str, title: str, number: str, run: Run) -> Figure:
     return figure
 
 
-def say_speed(run: Run) -> str:
-    rates = [y for _, y in finite(series(run.train, "tokens_per_second"))]
-    return f"The median is {median(rates):,.0f} tokens per second; the range is {min(rates):,.0f} to {max(rates):,.0f}."
-
-
-def say_grad_norm(run: Run) -> str:
-    norms = finite(series(run.train, "grad_norm"))
-    step, most = max(norms, key=lambda point: point[1])
-    return (
-        f"The norm over all parameters, before clipping, has a median of {median(y for _, y in norms):.3g} and was "
-        f"{most:.3g} at most, at step {step:,}."
-    )
+def say_number(key: str, what: str, run: Run) -> str:
+    """Describe a number by its median and its range."""
+    numbers = finite(series(run.train, key))
+    middle = median(y for _, y in numbers)
+    (first, low), (last, high) = (edge(numbers, key=lambda point: point[1]) for edge in (min, max))
+    least, mid, most = map(("{:,.0f}" if middle >= 100 else "{:.3g}").format, (low, middle, high))
+    ends = f"the lowest is {least}, at step {first:,}, and the highest {most}, at step {last:,}"
+    return f"The median {what} is {mid}; {ends}."
 
 
 def learning_rates(run: Run) -> dict[str, Points]:
@@ -364,9 +360,15 @@ def _of_layers(key: str, title: str, say: Callable[[str, Run], str], of_cutoffs:
     return Chart(title, numbers, UNRECORDED, draw, partial(say, key), of_cutoffs)
 
 
+def _logged(key: str) -> Callable[[Run], object]:
+    return lambda run: finite(series(run.train, key))
+
+
 UNLOGGED = "no line of training metrics was written yet"
 UNVALIDATED = "the run was not validated yet"
 UNRECORDED = "no number of it was recorded yet"
+SPEED = partial(draw_smoothed, "tokens_per_second", "tokens per second", "{:,.0f}")
+NORM = partial(draw_smoothed, "grad_norm", "norm of the gradient, before clipping", "{:.2g}")
 
 LEARNING = [
     Chart(
@@ -379,19 +381,13 @@ LEARNING = [
     Chart("Bits per byte", lambda run: finite(run.bits_per_byte), UNVALIDATED, draw_bits_per_byte, say_bits_per_byte),
     Chart(
         "Tokens per second",
-        lambda run: finite(series(run.train, "tokens_per_second")),
+        _logged("tokens_per_second"),
         UNLOGGED,
-        partial(draw_smoothed, "tokens_per_second", "tokens per second", "{:,.0f}"),
-        say_speed,
+        SPEED,
+        partial(say_number, "tokens_per_second", "speed"),
     ),
     Chart("Learning rate", learning_rates, UNLOGGED, draw_learning_rates, say_learning_rates),
-    Chart(
-        "Gradient norm",
-        lambda run: finite(series(run.train, "grad_norm")),
-        UNLOGGED,
-        partial(draw_smoothed, "grad_norm", "norm of the gradient", "{:.2g}"),
-        say_grad_norm,
-    ),
+    Chart("Gradient norm", _logged("grad_norm"), UNLOGGED, NORM, partial(say_number, "grad_norm", "norm")),
 ]
 ROUTING = [
     Chart("Usage of each expert", lambda run: expert_series(run.train, "usage"), UNRECORDED, draw_usage, say_usage),
