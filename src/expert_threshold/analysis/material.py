@@ -149,9 +149,9 @@ class Material:
         key = corpus.hash, tokenizer.hash
         if key not in self._tokens:
             # Windows need one more token, the last target.
-            told = self._progress(f"{corpus.name}: tokenizing")
+            progress = self._progress(f"{corpus.name}: tokenizing")
             enough = self.streams.tokens + subject.run.model.context + 1
-            self._tokens[key] = pack(corpus, tokenizer, "validation", told, max_tokens=enough)
+            self._tokens[key] = pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
         return self._tokens[key]
 
     def _corpus(self, subject: Subject, stream: str) -> Corpus:

@@ -46,7 +46,7 @@ class Subject(NamedTuple):
 
     @property
     def ordinary(self) -> bool:
-        """True with a shared expert and without a fanout norm; other runs have figures of their own."""
+        """True with a shared expert and without a fanout norm; other runs have separate figures."""
         return self.run.model.shared_experts > 0 and self.run.model.gate_norm is None
 
     @property
@@ -88,7 +88,7 @@ def seed_of(path: Path) -> int | None:
 
 
 def find_runs(paths: Sequence[str]) -> list[RunFolder]:
-    """Return the named run folders, each once; a comparison or one of its methods stands for all runs in it.
+    """Return the named run folders, each once; a comparison or one of its methods means all runs in it.
 
     Raises ValueError for a folder that is none of these.
     """
@@ -118,11 +118,11 @@ def select_runs(folders: Sequence[RunFolder]) -> Selection:
     a method with the same seed, such as a copy: it is no further sample. Raises ValueError if a run is damaged or no
     run saved a checkpoint.
     """
-    begun = [folder for folder in folders if folder.latest_checkpoint() is not None]
-    left_out = {str(folder.path): "no checkpoint was saved yet" for folder in folders if folder not in begun}
+    saved = [folder for folder in folders if folder.latest_checkpoint() is not None]
+    left_out = {str(folder.path): "no checkpoint was saved yet" for folder in folders if folder not in saved}
     unfinished: dict[str, str] = {}
     chosen: dict[tuple[str, int], Subject] = {}
-    read = read_subjects(begun or folders)
+    read = read_subjects(saved or folders)
     finished = {subject.method for subject in read if subject.steps[0] == subject.steps[1]}
     for subject in read:
         made, steps = subject.steps

@@ -1,7 +1,7 @@
-"""Figures: a file for each group, in which a figure's numbers, its drawing and its sentence stand together.
+"""Figures: one file for each group, which has the numbers, the drawing and the sentence of each figure.
 
-A figure of `et analyze` is a `Study` in the `FIGURES` of its group's file; those of a single run's report are in
-`training.py`. Importing this needs no matplotlib, only drawing does.
+A figure of `et analyze` is a `Study` in the list `FIGURES` of its file. The figures of a single run's report are in
+`training.py`. Only drawing needs matplotlib, importing does not.
 """
 
 from __future__ import annotations

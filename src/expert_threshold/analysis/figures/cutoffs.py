@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def cutoff_stability(material: Material) -> Data:
     """Collect cutoffs and loads in training, of the largest pool and of a rule that trains by running means.
 
-    See the paper, Cutoff vs Expert Usage. All values are those recorded over steps. For each expert of the middle
+    See the paper, Cutoff vs Expert Usage. All values were recorded over steps. For each expert of the middle
     layer: `deviation`, the batch cutoff less the running mean at the start of the step, and `load`, divided by the load
     aimed at. `distance`: mean |`deviation`| over experts and the last quarter of the steps, None if it was not
     recorded. Over all layers: `bound`, the share of experts whose load a capacity bound changed at some step of a line
@@ -54,8 +54,9 @@ def _stability(subject: Subject) -> Data:
 
 
 def _by_cutoff(material: Material) -> tuple[list[Subject], list[Subject]]:
-    """Return the methods with cutoffs: the one with the largest pool of those that look ahead in training, if any, and
-    all that train by the cutoffs.
+    """Return the methods with cutoffs.
+
+    First, at most one that looks ahead in training, the one with the largest pool; then all that train by the cutoffs.
     """
     found = [subject for subject in material.routed if subject.run.has_cutoffs]
     if not found:
@@ -148,7 +149,7 @@ def say_cutoff_stability(data: Data) -> str:
 
 
 def warmup(material: Material) -> Data:
-    """Collect the first steps with and without warmup, and those of the largest pool (paper, Warmup).
+    """Collect the first steps with and without warmup, and with the largest pool (paper, Warmup).
 
     Starvation counts tokens filled in by the lower bound, which does not act during warmup.
     """
@@ -297,7 +298,7 @@ def say_capacity(data: Data) -> str:
 
 
 def cutoffs_and_biases(material: Material) -> Data:
-    """Collect cutoffs of the rules that have them, and negated biases of those that have these, in the first layer.
+    """Collect the cutoffs or else the negated biases of each rule that has them, in the first layer.
 
     `values`: for each expert, over steps, the number subtracted from its scores before they are compared (paper, Table
     "Conceptual connections").

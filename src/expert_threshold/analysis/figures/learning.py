@@ -28,6 +28,7 @@ from .axes import (
     name_lines,
     panels,
     single,
+    smooth,
     step_axis,
     tokens_axis,
 )
@@ -221,7 +222,7 @@ def say_batch_size_scaling(data: Data) -> str:
 
 
 def train_against_validation(material: Material) -> Data:
-    """Collect cross-entropy in nats per token over tokens: in training, a running mean, and in validation.
+    """Collect cross-entropy in nats per token over tokens: in training, a moving mean, and in validation.
 
     gap: the last validation loss less the training loss of the last tenth, None if a line of the log is longer;
     pools_gap: where `et evaluate` has measured it, the loss on one text routed causally less that routed by the pools
@@ -231,14 +232,14 @@ def train_against_validation(material: Material) -> Data:
     def compute(subject: Subject) -> Data:
         tokens = subject.run.tokens_per_step
         train, validation = (
-            [[step * tokens, loss] for step, loss in finite(series(records, key))]
+            [(step * tokens, loss) for step, loss in finite(series(records, key))]
             for records, key in ((subject.run.train, "cross_entropy"), (subject.run.validation, "loss"))
         )
         if not (train and validation):
             raise NotShownError("it was not validated yet")
         late = _late(subject)
         return {
-            "train": _running_mean(train),
+            "train": smooth(train),
             "validation": validation,
             "gap": None if late is None else validation[-1][1] - late,
             "pools_gap": _pools_gap(subject),
@@ -248,7 +249,7 @@ def train_against_validation(material: Material) -> Data:
 
 
 def draw_train_against_validation(data: Data) -> Figure:
-    """Draw each method's training loss, a running mean, and validation loss, over the last two thirds."""
+    """Draw each method's training loss, a moving mean, and validation loss, over the last two thirds."""
     causal: dict[str, Any] = {
         "color": INK,
         "linestyle": (0, (3, 1.5)),
@@ -351,7 +352,7 @@ def _points(entry: Data) -> np.ndarray:
 
 
 def _trim(axes: Axes, every: Sequence[np.ndarray]) -> None:
-    """Set both axes to begin at the second point of lines with three or more, since losses first fall steeply."""
+    """Start both axes at the second point of lines with three or more, since losses first fall steeply."""
     late = np.concatenate([points[1:] if len(points) > 2 else points for points in every])
     late = late[np.isfinite(late[:, 1])]
     if len(late):
@@ -369,7 +370,7 @@ def say_pairs(cause: str, data: Data) -> str:
 
 
 def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool], why_not: str) -> Data:
-    """Return curves of pairs of methods that differ in the `free` options alone, those that `has` selects first."""
+    """Return curves of pairs of methods that differ in the `free` options alone, first the one that `has` selects."""
 
     def rest(runs: Sequence[Subject]) -> str:
         return str({name: value for name, value in options(runs[0].run).items() if name not in free})
@@ -389,17 +390,6 @@ def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool],
 def _late(subject: Subject) -> float | None:
     """Return the mean training loss over the last tenth of the steps."""
     return mean_loss(subject.run.train, LATE, subject.run.train[-1]["step"]) if subject.run.train else None
-
-
-def _running_mean(points: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return a debiased exponential mean over a twentieth of the points."""
-    decay = 1 - 1 / max(len(points) / 20, 1)
-    mean = weight = 0.0
-    found = []
-    for at, loss in points:
-        mean, weight = decay * mean + (1 - decay) * loss, decay * weight + 1 - decay
-        found.append([at, mean / weight])
-    return found
 
 
 def _pools_gap(subject: Subject) -> float | None:

@@ -281,7 +281,7 @@ def spread_of_windows(loads: np.ndarray, context: int) -> Spread:
 
 
 def resample(loads: np.ndarray, tokens: int, generator: np.random.Generator) -> np.ndarray:
-    """Resample loads (windows, columns) into those of `EXPERTS[-1]` experts in `STEPS` steps, (steps, experts).
+    """Resample loads (windows, columns) into loads of `EXPERTS[-1]` experts in `STEPS` steps, (steps, experts).
 
     tokens: the mean load of an expert. Columns are reused, each time with newly drawn windows.
     """

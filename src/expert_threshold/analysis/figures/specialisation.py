@@ -132,13 +132,6 @@ def say_domain_shares(data: Data) -> str:
     )
 
 
-def specialisation_summary(material: Material) -> Data:
-    """Compute the information of `specialisation` in bits per layer."""
-    found = specialisation(material)
-    keep = ("method", "kind", "layers", "bits")
-    return {"methods": [{name: entry[name] for name in keep} for entry in found["methods"]]}
-
-
 def draw_specialisation_summary(data: Data) -> Figure:
     """Draw the information of the expert about the domain in bits, over layers."""
     figure, axes = by_layer(data, "bits", "mutual information of expert and domain (bits)", NARROW)
@@ -312,7 +305,7 @@ def _visible(text: str) -> str:
 
 
 def cells(text: str) -> int:
-    """Return the columns that a text takes in a font of one width: two for a wide character, none for a mark."""
+    """Return the width of a text in columns of a monospaced font: two for a wide character, none for a mark."""
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
@@ -346,7 +339,7 @@ SECTION = "Specialisation"
 FIGURES = [
     Study("specialisation", SECTION, "Expert specialisation", specialisation, draw_specialisation, say_specialisation),
     Study("specialisation_summary", SECTION, "Information of experts about the domain",
-          specialisation_summary, draw_specialisation_summary, say_specialisation_summary),
+          specialisation, draw_specialisation_summary, say_specialisation_summary),
     Study("domain_shares", SECTION, "Tokens of each expert by domain",
           domain_shares, draw_domain_shares, say_domain_shares),
     Study("passage_intensity", SECTION, "Computation over the text",
