@@ -10,7 +10,7 @@ from cases import GPU_RULES, model_and_batch, no_waiting, require_captured_equal
 from expert_threshold.model.attention import _mask, attend
 from expert_threshold.moe.router import _Scores
 from expert_threshold.routing import Rule
-from expert_threshold.train.device import to_device
+from expert_threshold.train.loop import to_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 if torch.cuda.is_available():

@@ -11,7 +11,8 @@ import torch
 from expert_threshold.cli import main
 from expert_threshold.kernels import cpu, off
 from expert_threshold.runs import RunFolder
-from expert_threshold.train.device import gc_frozen, kernels_off, kernels_run, to_device
+from expert_threshold.train.device import gc_frozen, kernels_off, kernels_run
+from expert_threshold.train.loop import to_device
 
 CPU = torch.device("cpu")
 

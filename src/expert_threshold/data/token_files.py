@@ -26,10 +26,11 @@ LENGTH = np.dtype(np.uint32)
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part; parts are stored in order. bytes: of its text; shard_bytes: as estimated by the shard, to the percent.
+class IndexEntry:
+    """A part's line in the index; parts are stored in order.
 
-    fault: why it could not be read; such a part is empty.
+    bytes: of its text; shard_bytes: as estimated by the shard, to the percent. fault: why it could not be read; such a
+    part is empty.
     """
 
     documents: int
@@ -135,7 +136,7 @@ def _write_split(folder: Path, split: str, parts: Parts, skip_damaged: bool) -> 
             ids_file.write(tokens.ids.tobytes())
             lengths_file.write(counts.tobytes())
             there.append(
-                Part(
+                IndexEntry(
                     tokens.documents,
                     len(tokens),
                     tokens.bytes,
@@ -160,16 +161,18 @@ def _read(parts: Parts, skip_damaged: bool, part: int) -> tuple[Tokens, str | No
         return no_tokens(parts.dtype), str(error)
 
 
-def read_index(path: Path) -> list[Part]:
+def read_index(path: Path) -> list[IndexEntry]:
     """Return the parts in the index, without an incomplete last line."""
-    found: list[Part] = []
+    found: list[IndexEntry] = []
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     with suppress(ValueError, TypeError):
-        found.extend(Part(**json.loads(line)) for line in lines)
+        found.extend(IndexEntry(**json.loads(line)) for line in lines)
     return found
 
 
-def _whole(parts: list[Part], ids: Path, lengths: Path, dtype: np.dtype[np.unsignedinteger[Any]]) -> list[Part]:
+def _whole(
+    parts: list[IndexEntry], ids: Path, lengths: Path, dtype: np.dtype[np.unsignedinteger[Any]]
+) -> list[IndexEntry]:
     """Return the leading parts that the files hold completely; create missing files."""
     for path in (ids, lengths):
         path.touch()
@@ -188,7 +191,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _line(part: Part) -> bytes:
+def _line(part: IndexEntry) -> bytes:
     return json.dumps(asdict(part)).encode() + b"\n"
 
 

@@ -44,7 +44,7 @@ class Parallel:
     world_size: int = 1
     local_world_size: int = 1  # ranks on this machine
     device: torch.device = CPU
-    world: dist.ProcessGroup | None = None  # all ranks; takes CPU tensors too
+    world: dist.ProcessGroup | None = None  # all ranks; accepts CPU tensors too
     flat: DeviceMesh | None = None  # all ranks in one dimension
     mesh: DeviceMesh | None = None  # (dp, ep)
     rendezvous: Rendezvous | None = None
@@ -161,7 +161,7 @@ def local_device(device: torch.device, local_rank: int, local_world_size: int) -
             )
         return torch.device("cuda", local_rank)
     if device.type != "cpu":
-        raise ValueError(f"device={device}: several ranks take cpu or cuda; use --device cpu")
+        raise ValueError(f"device={device}: several ranks need cpu or cuda; use --device cpu")
     return device
 
 

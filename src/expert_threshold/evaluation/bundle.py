@@ -14,16 +14,16 @@ import yaml
 
 from ..files import corrupted_file_error
 
-Kind = Literal["multiple_choice", "schema", "language_modeling"]
+TaskKind = Literal["multiple_choice", "schema", "language_modeling"]
 Baselines = Literal["nanochat", "dclm"]
 
-Row = dict[str, Any]
+TaskRow = dict[str, Any]
 
 # Accuracy by chance in percent, where DCLM's newer table differs from the bundle's.
 DCLM_BASELINES = {"commonsense_qa": 40.3, "bigbench_language_identification": 25.0, "agi_eval_lsat_ar": 25.0}
 
 # The fields that a row of each kind must have, and which of them are lists.
-FIELDS: dict[Kind, tuple[str, ...]] = {
+FIELDS: dict[TaskKind, tuple[str, ...]] = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
     "language_modeling": ("context", "continuation"),
@@ -39,11 +39,11 @@ class Task(NamedTuple):
     accuracy by chance, for centring. rows: in the order of the file. hash: sha256 of the file, in hex."""
 
     label: str
-    kind: Kind
+    kind: TaskKind
     shots: int
     delimiter: str
     baseline: float
-    rows: Sequence[Row]
+    rows: Sequence[TaskRow]
     hash: str
 
 
@@ -56,7 +56,9 @@ def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Tas
                 f"{path}: not an eval bundle, {needed.name} is missing; name a folder that has it, or run et data core"
             )
     with _damage_reported(index):
-        entries: dict[str, Row] = {entry["label"]: entry for entry in yaml.safe_load(index.read_bytes())["icl_tasks"]}
+        entries: dict[str, TaskRow] = {
+            entry["label"]: entry for entry in yaml.safe_load(index.read_bytes())["icl_tasks"]
+        }
         for entry in entries.values():
             _require_task(entry)
     with _damage_reported(table):
@@ -79,7 +81,7 @@ def _damage_reported(path: Path) -> Iterator[None]:
             raise ValueError(" ".join(str(error).split())) from None
 
 
-def _require_task(entry: Row) -> None:
+def _require_task(entry: TaskRow) -> None:
     """Raise ValueError unless an entry of core.yaml has fields of the right types."""
     (shots,) = entry["num_fewshot"]
     texts = (entry["label"], entry["dataset_uri"], entry.get("continuation_delimiter", DELIMITER))
@@ -88,7 +90,7 @@ def _require_task(entry: Row) -> None:
         raise ValueError(f"a field of {entry['label']} has a value of the wrong kind")
 
 
-def _task(path: Path, entry: Row, baseline: float) -> Task:
+def _task(path: Path, entry: TaskRow, baseline: float) -> Task:
     if not path.is_file():
         raise ValueError(f"{path}: the file is missing; {REMEDY}")
     content = path.read_bytes()
@@ -109,7 +111,7 @@ def _task(path: Path, entry: Row, baseline: float) -> Task:
     return Task(entry["label"], kind, shots, delimiter, baseline, rows, hashlib.sha256(content).hexdigest())
 
 
-def _is_whole(kind: Kind, row: Any) -> bool:
+def _is_whole(kind: TaskKind, row: Any) -> bool:
     if not isinstance(row, dict) or not all(field in row for field in FIELDS[kind]):
         return False
     for field in FIELDS[kind]:

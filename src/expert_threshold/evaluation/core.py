@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..data import Tokenizer
 from ..model import GPT, Continuation, common_prefix, crop, score
 from ..model.score import SHARED_PREFIX, TOKENS_AT_ONCE
-from .bundle import Kind, Row, Task
+from .bundle import Task, TaskKind, TaskRow
 
 QUESTIONS_AT_ONCE = 64
 
@@ -20,7 +20,7 @@ QUESTIONS_AT_ONCE = 64
 class Question(NamedTuple):
     """A question as prompts: one per answer, or for language modelling the text without and with the answer."""
 
-    kind: Kind
+    kind: TaskKind
     prompts: tuple[str, ...]
     gold: int  # index of the prompt with the right answer; unused for language modelling
     category: str | None
@@ -87,7 +87,7 @@ def centred(accuracy: float, baseline: float) -> float:
     return (accuracy - baseline) / (1 - baseline)
 
 
-def choose_rows(task: Task, max_rows: int | None) -> list[Row]:
+def choose_rows(task: Task, max_rows: int | None) -> list[TaskRow]:
     """Return the first max_rows, or all, of the task's rows in nanochat's random order."""
     rows = list(task.rows)
     random.Random(1337).shuffle(rows)
@@ -100,7 +100,7 @@ def choose_rows(task: Task, max_rows: int | None) -> list[Row]:
     return rows
 
 
-def ask(task: Task, rows: Sequence[Row], index: int) -> Question:
+def ask(task: Task, rows: Sequence[TaskRow], index: int) -> Question:
     """Return the question of row `index`, preceded by solved examples from other rows."""
     row = rows[index]
     # Indices among the other rows give the same draw as a list of those rows.
@@ -112,7 +112,7 @@ def ask(task: Task, rows: Sequence[Row], index: int) -> Question:
     return Question(task.kind, tuple(prompts), row.get("gold", 0), row.get("category"))
 
 
-def _prompts(task: Task, row: Row) -> Iterator[str]:
+def _prompts(task: Task, row: TaskRow) -> Iterator[str]:
     if task.kind == "multiple_choice":
         yield from (row["query"] + task.delimiter + choice for choice in row["choices"])
     elif task.kind == "schema":
@@ -122,7 +122,7 @@ def _prompts(task: Task, row: Row) -> Iterator[str]:
         yield row["context"].strip() + task.delimiter + row["continuation"]
 
 
-def _solved(task: Task, row: Row) -> str:
+def _solved(task: Task, row: TaskRow) -> str:
     *_, with_answer = _prompts(task, row)
     return with_answer if task.kind == "language_modeling" else list(_prompts(task, row))[row["gold"]]
 
@@ -135,7 +135,7 @@ def is_right(question: Question, answer: Answer) -> bool:
     return min(range(len(answer.penalties)), key=answer.penalties.__getitem__) == question.gold
 
 
-def continuations(kind: Kind, sequences: Sequence[list[int]]) -> list[Continuation]:
+def continuations(kind: TaskKind, sequences: Sequence[list[int]]) -> list[Continuation]:
     """Return the continuations of a question's sequences, whose tokens are scored.
 
     Multiple choice scores the tokens after the common prefix; schema, the common suffix; language modelling, whose two

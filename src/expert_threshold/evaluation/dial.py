@@ -48,14 +48,14 @@ def measure_rates(
     before = routers[0].rate
     points: list[Point] = []
 
-    def tell(done: int, total: int) -> None:
+    def count(done: int, total: int) -> None:
         if progress is not None:
             progress(len(points) * total + done, len(rates) * total)
 
     try:
         for rate in rates:
             model.set_rate(rate)
-            found = evaluate(model, tokens, tokenizer, max_tokens=max_tokens, progress=tell)
+            found = evaluate(model, tokens, tokenizer, max_tokens=max_tokens, progress=count)
             fanouts = tuple(float(observation.fanout_mean) for observation in found.observations)
             fanout = sum(fanouts) / len(fanouts)
             point = Point(

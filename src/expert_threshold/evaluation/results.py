@@ -23,7 +23,7 @@ KEYS = ("bundle", "max_per_task", "baselines", "metric")
 """A CORE score: what identifies it, and its value."""
 
 Progress = Callable[[str], Callable[[int, int], None]]
-"""Takes the name of a measurement; returns a callback that takes how much is done and the total."""
+"""Returns, for the name of a measurement, a callback for how much is done and the total."""
 
 
 def read_results(run: Path, step: int | None) -> dict[str, Any]:

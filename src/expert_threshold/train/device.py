@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..kernels.cpu import available, reason
 from ..optim.muon import fast_dtype
@@ -28,11 +27,6 @@ def pick_device(name: str) -> torch.device:
     if name == "mps" and not torch.backends.mps.is_available():
         raise ValueError(f"device={name}: torch {torch.__version__} sees no Apple GPU; use --device cpu")
     return torch.device(name)
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return x, a tensor of the host, on the device. The host does not wait for CUDA, which needs pinned memory."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -85,7 +79,7 @@ HEAP_BYTES = 4 << 30  # of address space, not of memory
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory instead of returning it, so that large tensors are not page-faulted anew each time.
+    """Make glibc keep freed memory instead of returning it, so that large tensors are not page-faulted again each time.
 
     The heap is grown once by an untouched block of huge pages, in which tensors are then allocated: steps of quickstart
     have no page faults, instead of thousands of 5 µs each in the first dozens of steps. Affects the whole process; does

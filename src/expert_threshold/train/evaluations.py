@@ -25,7 +25,7 @@ Sample = Callable[[GPT, Tokenizer, int], str]
 """Return text that the model writes after a step; the caller of `train` provides it."""
 
 Validated = Callable[[int, float], None]
-"""Take the step and the loss of a validation; the exceptions that it raises end the run."""
+"""Called with the step and the loss of a validation; an exception from it ends the run."""
 
 
 class Timer:

@@ -34,7 +34,7 @@ LIVE_INTERVAL = 0.2  # seconds between updates of the live line
 PLAIN_INTERVAL = 5.0  # seconds between plain lines about a long task
 
 Title = Callable[[float | None], str]
-"""Returns the opening of a line, such as the name of the run; takes the seconds left, None if unknown."""
+"""Returns the opening of a line, such as the name of the run, for the seconds left, None if unknown."""
 
 
 class RunConsole(Console):

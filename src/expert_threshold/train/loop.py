@@ -10,7 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
+from torch import Tensor
 
 from ..data import DataConfig, Tokenizer, Tokens
 from ..distributed import Rendezvous, Status, from_main, process_groups
@@ -22,7 +24,7 @@ from ..runs import RunFolder
 from ..runs.lock import LOCK
 from .checks import SAME_COMMAND
 from .config import TrainConfig
-from .device import gc_frozen, pick_device, to_device
+from .device import gc_frozen, pick_device
 from .evaluations import Evaluations, Sample, Timer, Validated
 from .interrupt import Interrupt
 from .log import Display, Title, run_log
@@ -88,6 +90,11 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     return is_finite
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return x, a tensor of the host, on the device. The host does not wait for CUDA, which needs pinned memory."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def train(
     folder: RunFolder,
     model: GPTConfig,
@@ -112,7 +119,7 @@ def train(
     count towards the rule's warmup. minutes: a time budget, by which the number of steps is revised during the run, see
     `budget`; with `resume`, more `config.steps` or other minutes than the run has extend it. sample: writes text every
     `sample_every` steps. text: the return value of `read_text` for these options, so that several runs read it once.
-    validated: takes the step and the loss of each validation; the exceptions that it raises end the run. console: where
+    validated: called with the step and the loss of each validation; an exception from it ends the run. console: where
     progress is shown; None shows nothing. title: the start of each line about steps.
     rendezvous: the ranks that train together, each of which makes this call.
     The signals of `interrupt` finish the step, save and return. Raises ValueError for options that contradict each
@@ -150,7 +157,7 @@ def train(
             closing(state.loader),
             gc_frozen(),
         ):
-            interrupt.deferred = True
+            interrupt.deferred = True  # until here a signal had nothing to save
             timer = Timer(state, prepared.validation)
             evaluations = Evaluations(folder, prepared, sample, saver, log, timer, display, interrupt, validated)
             display.begin(state.step, state.steps)
@@ -167,6 +174,7 @@ def train(
                 if state.is_due(config.log_every):
                     log.metrics()
                 display.step(state.step)
+                # Saving comes first, so that an evaluation that fails costs no training.
                 if state.is_due(config.checkpoint_every) or state.is_at_end or evaluations.need_checkpoint():
                     with timer.measure("checkpoint"):
                         saver.save(state.checkpoint())

@@ -232,7 +232,7 @@ def _starting_point(
     if saved is not None and "optimizer" not in saved.tensors:
         raise ValueError(
             f"{folder.path}: holds weights alone, of step {saved.step}; "
-            f"begin another run with --init-from {folder.path}"
+            f"start another run with --init-from {folder.path}"
         )
     if saved is not None or record.get("init_from") is None:
         return saved, None

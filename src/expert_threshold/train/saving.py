@@ -84,7 +84,7 @@ class Saver:
                 )
             else:
                 self._saved = None
-        # One that failed since the status was taken stays, for the next status to tell all ranks.
+        # One that failed since the status was taken stays, for the next status to report to all ranks.
         if self._commit is not None and self._commit.done() and self._commit.exception() is None:
             self._commit, self._saved = None, None
 
