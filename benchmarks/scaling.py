@@ -57,7 +57,7 @@ KINDS = {
     "by_count": "counts",
     "expert_parallel.py": "all_to_all",
     "fsdp.py": "matrices",  # full ones, for Muon, and their updates back
-    "sums.py": "observations",
+    "state.py": "observations",
     "reduce": "gradients",
     "gather": "weights",
     "foreach_reduce": "gradients",
