@@ -2,8 +2,7 @@
 
 from .bundle import Baselines, Task, read_bundle
 from .core import Answer, ModelScorer, Question, TaskResult, centred, evaluate_task
-from .dial import Point, measure_rates
-from .loss import Validation, evaluate
+from .loss import Point, Validation, evaluate, measure_rates
 from .results import Progress, Results, ask_core, read_results
 
 __all__ = [

@@ -1,8 +1,7 @@
 """A run folder: its configuration, metrics and checkpoints."""
 
 from .checkpoint import Checkpoint, Fingerprints, Part
-from .folder import RunFolder
-from .load import load_model
+from .folder import RunFolder, load_model
 from .metrics import Metrics
 
 __all__ = ["Checkpoint", "Fingerprints", "Metrics", "Part", "RunFolder", "load_model"]

@@ -1,4 +1,4 @@
-"""A run folder: everything that a training run writes and that is needed to resume or repeat it."""
+"""A run folder: everything that a training run writes and that is needed to resume, repeat or use it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..data import Tokenizer
 from ..files import new_folder, read_json, replace_json, replacing
+from ..model import GPT, GPTConfig
 from . import checkpoint
 from .checkpoint import Checkpoint, Tensors
 from .lock import LOCK, exclusive, is_vacant
@@ -188,3 +190,35 @@ def derive(
         for name, content in (files or {}).items():
             replace_json(temporary / name, content)
     return RunFolder.open(to)
+
+
+def load_model(
+    run: str | Path,
+    step: int | None = None,
+    device: str | torch.device = "cpu",
+    compute_dtype: torch.dtype = torch.float32,
+    rate: float | None = None,
+) -> tuple[GPT, Tokenizer]:
+    """Return the model of a run, saved at `step` or last, in evaluation mode, and the run's tokenizer.
+
+    Weights are in the compute dtype, the routers' in float32; to continue training, read the checkpoint instead.
+    rate: mean fanout, see `GPT.set_rate`.
+    Raises ValueError if the folder, the checkpoint or the tokenizer is missing, damaged or foreign, or if the model
+    has no such rate.
+    """
+    folder = RunFolder.open(run)
+    weights = folder.load_checkpoint(step, parts=("model",)).tensors["model"]
+    with folder.named(), torch.device("meta"):
+        model = GPT(GPTConfig.from_dict(folder.config), compute_dtype=compute_dtype)
+    model.to_empty(device=device)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder.path}: checkpoint and config.json disagree: {reason}") from error
+    routers = {moe.router.weight for _, moe in model.moe_layers()}
+    for weight in model.parameters():
+        if weight not in routers:
+            weight.data = weight.data.to(compute_dtype)  # once, not in every forward
+    model.set_rate(rate)
+    return model.eval(), folder.tokenizer()
