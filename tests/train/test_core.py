@@ -80,7 +80,7 @@ def test_the_bundle_that_was_downloaded_is_the_default(
     start: Start, tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXPERT_THRESHOLD_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="core_every=4 needs an eval bundle; get one with et data core"):
+    with pytest.raises(ValueError, match="core_every=4 needs an eval bundle; run et data core"):
         start(core_every=4)
     shutil.rmtree(tmp_path / "run")
     shutil.copytree(bundle, tmp_path / "cache" / "core")
