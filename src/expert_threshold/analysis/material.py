@@ -7,7 +7,7 @@ import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -52,28 +52,28 @@ class Streams(NamedTuple):
     domains: Mapping[str, Domain]
 
 
+@dataclass
 class Material:
     """Runs and their traces. Traces are cached in `folder` by weights and tokens."""
 
-    def __init__(
-        self,
-        selection: Selection,
-        folder: Path,
-        streams: Streams,
-        device: torch.device,
-        dtype: torch.dtype,
-        progress: Progress,
-    ) -> None:
-        self.selection = selection
-        self.subjects = selection.subjects
-        self.methods = by_method(selection.subjects)
-        self.streams = streams
-        self._folder = folder
-        self._device, self._dtype = device, dtype
-        self._progress = progress
-        self._corpora: dict[str, Corpus] = {}
-        self._tokens: dict[tuple[str, str], Tokens] = {}
-        self._loaded: tuple[tuple[Path, int], tuple[GPT, Tokenizer]] | None = None
+    selection: Selection
+    folder: Path
+    streams: Streams
+    device: torch.device
+    dtype: torch.dtype
+    progress: Progress
+    _corpora: dict[str, Corpus] = field(default_factory=dict)
+    _tokens: dict[tuple[str, str], Tokens] = field(default_factory=dict)
+    _loaded: tuple[tuple[Path, int], tuple[GPT, Tokenizer]] | None = None
+
+    @property
+    def subjects(self) -> list[Subject]:
+        return self.selection.subjects
+
+    @cached_property
+    def methods(self) -> dict[str, list[Subject]]:
+        """The runs of each method."""
+        return by_method(self.subjects)
 
     @cached_property
     def compared(self) -> list[list[Subject]]:
@@ -101,7 +101,7 @@ class Material:
 
     def each(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
         """Yield the items and report progress after each."""
-        progress = self._progress(what)
+        progress = self.progress(what)
         for done, item in enumerate(items, start=1):
             yield item
             progress(done, len(items))
@@ -149,7 +149,7 @@ class Material:
         key = corpus.hash, tokenizer.hash
         if key not in self._tokens:
             # Windows need one more token, the last target.
-            progress = self._progress(f"{corpus.name}: tokenizing")
+            progress = self.progress(f"{corpus.name}: tokenizing")
             enough = self.streams.tokens + subject.run.model.context + 1
             self._tokens[key] = pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
         return self._tokens[key]
@@ -181,24 +181,24 @@ class Material:
             "model": _hash(repr(subject.run.model).encode()),
             "checkpoint": _hash((folder_of(folder.path / "checkpoints", step) / "manifest.json").read_bytes()),
             "stream": _hash(windows.numpy().tobytes()),
-            "dtype": str(self._dtype).removeprefix("torch."),
+            "dtype": str(self.dtype).removeprefix("torch."),
         }
-        path = self._folder / f"{_slug(folder)}-step_{step:06d}-{stream}.parquet"
+        path = self.folder / f"{_slug(folder)}-step_{step:06d}-{stream}.parquet"
         if path.exists():
             with suppress(ValueError):  # a damaged trace is recorded again
                 kept = Trace(path)
                 if kept.facts == facts:
                     return kept
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         model, _ = self._load(folder, step)
         what = f"{subject.method}: tracing {stream}, step {step:,}"
-        return record_trace(model, windows, path, facts=facts, progress=self._progress(what))
+        return record_trace(model, windows, path, facts=facts, progress=self.progress(what))
 
     def _load(self, folder: RunFolder, step: int) -> tuple[GPT, Tokenizer]:
         """Load the model of a checkpoint. The latest one stays loaded, because several streams follow each other."""
         if self._loaded is None or self._loaded[0] != (folder.path, step):
             self._loaded = None  # free the old model first
-            self._loaded = (folder.path, step), load_model(folder.path, step, self._device, self._dtype)
+            self._loaded = (folder.path, step), load_model(folder.path, step, self.device, self.dtype)
         return self._loaded[1]
 
 

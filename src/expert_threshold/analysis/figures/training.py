@@ -57,6 +57,7 @@ def draw_loss(run: Run) -> Figure:
     """Draw cross-entropy over steps: training, raw and smoothed, and validation."""
     figure, axes = single(WIDE, 2, "cross-entropy (nats per token)")
     trained = _draw_smoothed(axes, series(run.train, "cross_entropy"), "training")
+    trained.set_label("training, running mean")
     dots = {"marker": "o", "linestyle": "none", "markersize": 4}
     measured = line(axes, series(run.validation, "loss"), INK, label="validation", **dots)
     name_lines(axes, [trained, measured], "{:.3f}")
