@@ -84,7 +84,7 @@ def measured(stages: list[str], setting: Setting, end: float, context: BaseConte
 
 def without_weights(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     """Leave out of an archive of runs what makes it large and no page reads."""
-    return None if {"checkpoints", "tokens", "text"} & set(member.name.split("/")) else member
+    return None if {"checkpoints"} & set(member.name.split("/")) else member
 
 
 def reopened(setting: Setting, stages: list[str], retry: bool) -> None:
@@ -126,7 +126,7 @@ def prepared(arguments: argparse.Namespace, stages: list[str]) -> Setting:
     out = arguments.out.absolute()
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {arguments.out}: is a file; name a folder")
-    data = arguments.data or found_text()
+    data = arguments.data or ("embedded" if arguments.dry_run else found_text())
     if data != "embedded" and not Path(data).exists():
         raise ValueError(f"--data {data}: does not exist; name a file or folder of text, or leave it out")
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The whole model: no waiting, captured and compiled steps, cached decoding, the same bits in any company."""
+"""The whole model: compiled steps, cached decoding, the same bits in any company, and the tests that need a card."""
 
 from __future__ import annotations
 
@@ -11,29 +11,23 @@ from collections.abc import Iterator
 
 import torch
 
-from cases import GPU_RULES, model_and_batch, no_waiting, require_captured_equals_called, step, waits
+from cases import GPU_RULES, model_and_batch, step
 from expert_threshold.routing import Rule
 
 from . import ROOT
 from .setting import Case, NotRunError, OutOfTimeError, Row, Setting
 
-WITHOUT_HOST = ("static", "triton")
 TESTS = (
     "tests/model/test_on_gpu.py",
     "tests/model/test_cross_entropy.py",
     "tests/routing/test_radix.py",
     "tests/moe/test_triton.py",
 )
-"""Tests that are skipped, or interpreted, where there is no card."""
+"""Tests that are skipped, or interpreted, where there is no card: no waiting, captured steps, our kernels."""
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Yield, for each rule, what has to hold of a step; then decoding; then the tests for a GPU."""
-    for name, rule in GPU_RULES.items():
-        for dispatch in WITHOUT_HOST:
-            of = f"{name} {dispatch}"
-            yield Case(f"no waiting {of}", lambda r=rule, d=dispatch: waits_for_nothing(r, d, setting), 6)
-            yield Case(f"captured equals called {of}", lambda r=rule, d=dispatch: captured(r, d, setting), 6)
+    """Yield decoding and compiling for each rule, then the tests for a GPU."""
     for name, rule in GPU_RULES.items():
         yield Case(f"cached equals full {name}", lambda r=rule: cached(r, setting), 4)
         yield Case(f"strict decoding {name}", lambda r=rule: strict(r, setting), 6)
@@ -41,34 +35,6 @@ def cases(setting: Setting) -> Iterator[Case]:
         yield Case(f"compiled equals eager {name}", lambda r=rule: compiled(r, setting), 40)
     for path in TESTS:
         yield Case(f"pytest {path}", lambda p=path: tests(p, setting), 30)
-
-
-def require_card(setting: Setting) -> None:
-    if not setting.cuda:
-        raise NotRunError("is about CUDA")
-
-
-def require_no_waiting(dispatch: str, setting: Setting) -> None:
-    require_card(setting)
-    if waits(dispatch):
-        raise NotRunError(f"{dispatch} waits for GPUs other than Hopper")
-
-
-def waits_for_nothing(rule: Rule | None, dispatch: str, setting: Setting) -> Row:
-    """Forward, backward and the rules' update, while any wait for the device is an error."""
-    require_no_waiting(dispatch, setting)
-    model, *batch = model_and_batch(rule, dispatch, setting.device)
-    step(model, *batch)  # libraries set themselves up, kernels are tuned
-    with no_waiting():
-        step(model, *batch)
-    return {"checked": 1}
-
-
-def captured(rule: Rule | None, dispatch: str, setting: Setting) -> Row:
-    """Replay a captured training step on another batch."""
-    require_no_waiting(dispatch, setting)
-    require_captured_equals_called(rule, dispatch)
-    return {"checked": 1}
 
 
 def compiled(rule: Rule | None, setting: Setting) -> Row:
@@ -145,7 +111,8 @@ def strict(rule: Rule | None, setting: Setting) -> Row:
 
 def tests(path: str, setting: Setting) -> Row:
     """Run a file of tests that need a card, in a process of its own."""
-    require_card(setting)
+    if not setting.cuda:
+        raise NotRunError("is about CUDA")
     for package in ("pytest", "hypothesis"):
         if importlib.util.find_spec(package) is None:
             raise NotRunError(f"{package} is not installed")
@@ -166,8 +133,8 @@ def tests(path: str, setting: Setting) -> Row:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise OutOfTimeError("was stopped, its time was up; begins again") from None
-    told = done.stdout.strip().splitlines()
-    failed = [line for line in told if line.startswith(("FAILED", "ERROR"))]
+        raise OutOfTimeError("was stopped, its time was up; it starts again") from None
+    said = done.stdout.strip().splitlines()
+    failed = [line for line in said if line.startswith(("FAILED", "ERROR"))]
     assert done.returncode == 0, "; ".join(failed[:5]) or done.stdout[-300:] + done.stderr[-300:]
-    return {"checked": 1, "said": told[-1]}
+    return {"checked": 1, "said": said[-1]}

@@ -2,8 +2,7 @@
 
 Registers, stack and static shared memory are read off the machine code by `cuobjdump -res-usage`, which Triton brings;
 dynamic shared memory is in the compiler's metadata. The stack is local memory of each thread, where spilled registers
-go: 0 bytes say that nothing is spilled. Occupancy is theoretical, from NVIDIA's CUDA C++ Programming Guide, table
-"Technical Specifications per Compute Capability".
+go: 0 bytes say that nothing is spilled.
 """
 
 from __future__ import annotations
@@ -24,24 +23,8 @@ from expert_threshold.kernels.segments import Segments
 
 from .setting import Case, NotRunError, Row, Setting
 
-
-class Processor(NamedTuple):
-    """The resources of one multiprocessor: bytes of shared memory, in total and per block; warps and blocks."""
-
-    shared: int
-    of_block: int
-    warps: int
-    blocks: int
-
-
-PROCESSORS = {
-    80: Processor(164 << 10, 163 << 10, 64, 32),
-    90: Processor(228 << 10, 227 << 10, 64, 32),
-    100: Processor(228 << 10, 227 << 10, 64, 32),
-}
-REGISTERS = 65_536
-REGISTERS_AT_ONCE = 256  # given to a warp in units of this
-RESERVED = 1 << 10  # bytes of shared memory that the system takes for each block
+PROCESSORS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""The most shared memory of a block in bytes, by compute capability (CUDA C++ Programming Guide)."""
 MATRIX = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 """The instruction that multiplies matrices, by compute capability, as PTX spells it."""
 
@@ -178,7 +161,7 @@ def tools() -> Path:
 
 
 def resources(result: Any, capability: int) -> Row:
-    """Return what a compiled kernel takes of a multiprocessor, and how many of its warps can be there at a time."""
+    """Return what a compiled kernel needs of a multiprocessor."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
         file.flush()
@@ -186,29 +169,14 @@ def resources(result: Any, capability: int) -> Row:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", said)}
     shared = max(usage["SHARED"], result.metadata.shared)
-    blocks = resident_blocks(usage["REG"], shared, result.metadata.num_warps, capability)
     return {
         "registers": usage["REG"],
         "stack_bytes": usage["STACK"] + usage["LOCAL"],
         "shared_bytes": shared,
         "warps": result.metadata.num_warps,
-        "blocks_per_processor": blocks,
-        "occupancy": round(blocks * result.metadata.num_warps / PROCESSORS[capability].warps, 4),
+        "fits": shared <= PROCESSORS[capability],
         "matrix_instructions": result.asm["ptx"].count(MATRIX[capability]),
     }
-
-
-def resident_blocks(registers: int, shared: int, warps: int, capability: int) -> int:
-    """Return how many blocks fit a multiprocessor by registers, shared memory, warps and blocks; 0: none can run.
-
-    registers: of a thread. shared: bytes of a block.
-    """
-    processor = PROCESSORS[capability]
-    if shared > processor.of_block:
-        return 0
-    of_warp = -(-registers * 32 // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
-    by_registers = REGISTERS // of_warp // warps
-    return min(by_registers, processor.shared // (shared + RESERVED), processor.warps // warps, processor.blocks)
 
 
 Way = tuple[Launch, dict[str, int], dict[str, int]]
@@ -277,7 +245,7 @@ def lines(rows: dict[str, Row]) -> list[str]:
         of_gpu = [row for row in rows.values() if row["capability"] == capability]
         if of_gpu:
             spilling = sum(row["stack_bytes"] > 0 for row in of_gpu)
-            too_large = sum(row["blocks_per_processor"] == 0 for row in of_gpu)
+            too_large = sum(not row["fits"] for row in of_gpu)
             multiply = sum(row["matrix_instructions"] > 0 for row in of_gpu)
             found.append(
                 f"sm_{capability}: {len(of_gpu)} compiled, {multiply} with {MATRIX[capability]}, {spilling} spill, "

@@ -1,4 +1,4 @@
-"""Every fast path against its definition, on the card: selection and resuming here, the rest in `checks_of_*.py`.
+"""Every fast path against its definition, on the card: whole models in `checks_of_models`, the rest here.
 
 A check returns its row, with the numbers it compared, or raises AssertionError with what differs. On a CPU those that
 are about CUDA are recorded as unavailable.
@@ -6,27 +6,37 @@ are about CUDA are recorded as unavailable.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from cases import GPU_RULES, use_one_tile
+from cases import GPU_RULES, use_one_tile, write_text
+from expert_threshold.moe import BACKENDS, Experts
+from expert_threshold.moe.backends import reference
 from expert_threshold.routing import RULES, Routing, Rule, kth_largest
 from expert_threshold.routing.selection import _kth_largest_by_sorting
 from expert_threshold.testing import make_scores, trained
+from routed_sum import ASSIGNMENTS, EXPERTS, RoutedSum, outputs_and_gradients
+from routed_sum import Case as Given
+from routed_sum import case as given_case
 
-from . import checks_of_backends, checks_of_models
-from .checks_of_backends import deterministic
+from . import ROOT, checks_of_models
 from .setting import Case, NotRunError, Row, Setting
-from .training import toy_shards
 
+NAMES = ("grouped", "static", "triton")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+"""Largest error relative to a tensor's norm. bfloat16 rounds to 2⁻⁹ a few times in turn; float32 runs without TF32."""
+FEW = 1e-30
 UNLIKE = 1e-3
 """The share of pairs in which the CPU's routing may differ: where rules sum or exponentiate scores, these round
 differently, and a rounding may tip a comparison."""
@@ -38,7 +48,10 @@ def cases(setting: Setting) -> Iterator[Case]:
     if setting.cuda:
         with suppress(ImportError):
             use_one_tile()
-    yield from checks_of_backends.cases(setting)
+    for name in NAMES:
+        for dtype in TOLERANCE:
+            of = f"{name} {str(dtype).removeprefix('torch.')}"
+            yield Case(f"backend {of}", lambda n=name, d=dtype: backend(n, d, setting), 15)
     yield Case("selection equals sorting", lambda: selection(setting), 10)
     yield Case("routing as on the CPU", lambda: routing(setting), 10)
     yield from checks_of_models.cases(setting)
@@ -46,6 +59,100 @@ def cases(setting: Setting) -> Iterator[Case]:
         yield Case(f"resume {name}", lambda r=rule: resume(r, setting), 6)
     # Here attention adds up its gradients in several blocks.
     yield Case("resume long sequences", lambda: resume(None, setting, setting.pick(512, 64), setting.pick(256, 64)), 6)
+
+
+def sizes(setting: Setting) -> dict[str, int]:
+    """Return widths that are whole tiles on a card."""
+    return setting.pick({"d_model": 256, "d_expert": 512}, {"d_model": 16, "d_expert": 32})
+
+
+def assignments(setting: Setting) -> dict[str, Tensor]:
+    """Return the tests' assignments, and large ones whose loads are unequal, all of one number of experts, since
+    kernels are compiled for each.
+    """
+    tokens, experts = setting.pick(4096, 24), EXPERTS
+    chance = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
+    few = torch.arange(experts) < 1
+    small = {name: given for name, given in ASSIGNMENTS.items() if given.shape[1] == experts}
+    small = dict(list(small.items())[: setting.pick(None, 5)])
+    return {
+        **small,
+        "ragged": chance < torch.linspace(0.01, 0.5, experts),
+        "most experts empty": (chance < 0.5) & few,
+        "one expert overfull": (chance < 0.02) | (torch.arange(experts) == 3),
+    }
+
+
+def on(given: Given, dtype: torch.dtype, setting: Setting) -> Given:
+    """Return the case on the device, with numbers that `dtype` holds exactly, so that only arithmetic rounds."""
+    given = Given(*(value.to(setting.device) for value in given))
+    with torch.no_grad():
+        for weight in given.experts.parameters():
+            weight.copy_(weight.to(dtype))
+    return given._replace(x=given.x.to(dtype), upstream=given.upstream.to(dtype))
+
+
+def require_available(name: str, given: Given) -> None:
+    """Raises NotRunError if the backend cannot run here."""
+    if (why := BACKENDS[name].why_not(given.x, given.experts)) is not None:
+        raise NotRunError(why)
+
+
+def in_float64(given: Given) -> dict[str, Tensor]:
+    """Return the definition's output and gradients."""
+    wide = given._replace(x=given.x.double(), upstream=given.upstream.double(), gates=given.gates.double())
+    wide = wide._replace(experts=copy.deepcopy(given.experts).double())
+    return outputs_and_gradients(reference, wide)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Return ‖found − exact‖ / ‖exact‖; absolute where the exact one is zero; NaN is infinite."""
+    far, size = float((found.double() - exact.double()).norm()), float(exact.double().norm())
+    return (far / size if size > FEW else far) if math.isfinite(far) else math.inf
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Algorithms are deterministic where there are such; whatever torch.empty and its like return holds NaN."""
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def padded(name: str, rows: int) -> RoutedSum:
+    """Return the backend with buffers of `rows` rows more than are needed."""
+
+    def call(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) -> Tensor:
+        return BACKENDS[name](x, gates, assignment, experts, rows=int(assignment.sum()) + rows)
+
+    return call
+
+
+def backend(name: str, dtype: torch.dtype, setting: Setting) -> Row:
+    """Compare with float64 for every assignment and activation, in memory that holds NaN, with padding and without."""
+    worst, checked = 0.0, 0
+    every = assignments(setting)
+    interpreted = name == "triton" and not setting.cuda  # which is slow
+    for kind in ["ragged"] if interpreted else [*every]:
+        assignment = every[kind]
+        for activation in ("swiglu",) if interpreted else ("relu2", "swiglu"):
+            given = on(given_case(assignment, activation, **sizes(setting)), dtype, setting)  # type: ignore[arg-type]
+            require_available(name, given)
+            exact = in_float64(given)
+            # No rule asks for rows without a token.
+            for padding in (19,) if interpreted else (0, 19) if len(given.x) else (0,):
+                with deterministic():
+                    found = outputs_and_gradients(padded(name, padding), given)
+                for tensor, expected in exact.items():
+                    off = error(found[tensor], expected)
+                    assert off <= TOLERANCE[dtype], (
+                        f"{kind}, {activation}, padding {padding}: {tensor} off by {off:.2g}"
+                    )
+                    worst, checked = max(worst, off), checked + 1
+    return {"checked": checked, "error": worst}
 
 
 def selection(setting: Setting) -> Row:
@@ -115,9 +222,13 @@ def resume(rule: Rule | None, setting: Setting, context: int = 16, d_model: int 
     )  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as place, deterministic():
         folder = Path(place)
-        corpus = toy_shards(folder / "text")
         quiet = Console(file=io.StringIO())
-        sections = (model, DataConfig(source=str(corpus)), OptimConfig(), replace(config, threads=1))
+        sections = (
+            model,
+            DataConfig(source=str(write_text(folder / "text.jsonl", (ROOT / "LICENSE").read_text()))),
+            OptimConfig(),
+            replace(config, threads=1),
+        )
         train(RunFolder.create(folder / "whole"), *sections, console=quiet)
         shutil.copytree(folder / "whole", folder / "halves")
         for checkpoint in (folder / "halves" / "checkpoints").iterdir():

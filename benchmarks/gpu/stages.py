@@ -39,7 +39,9 @@ STAGES = {
     "step": Entry(1.6, "a whole step of d12 and d20 by dispatch: tokens/s and MFU, eager, captured, compiled"),
     "training": Entry(2.0, "small runs of every method with the same seeds"),
     "decoding": Entry(0.5, "one sequence and 64, beside reading the active weights once"),
-    "compile": Entry(0.5, "registers, spills and occupancy for sm_80, sm_90, sm_100; needs no card", interpreted=False),
+    "compile": Entry(
+        0.5, "registers, spills and shared memory for sm_80, sm_90, sm_100; needs no card", interpreted=False
+    ),
 }
 NEEDS_NO_CARD = ("compile",)
 
