@@ -179,8 +179,8 @@ def warmup(material: Material) -> Data:
         entry["starvation"] = [[step, share if step > own else math.nan] for step, share in entry["starvation"]]
         return entry
 
-    common = {"warmup": ends, "layer": late, "other_layer": early, "target": shown[0].run.target}
-    return common | over_methods(shown, compute)
+    methods = [{**subject.tag, **compute(subject)} for subject in shown]  # it compares all of them, or none
+    return {"warmup": ends, "layer": late, "other_layer": early, "target": shown[0].run.target, "methods": methods}
 
 
 def draw_warmup(data: Data) -> Figure:
@@ -251,7 +251,7 @@ def capacity(material: Material) -> Data:
         interval = subject.run.config["train"]["log_every"]
         train = [record for record in subject.run.train if record["step"] - interval >= begin]
         if len(train) < 2:
-            raise NotShownError("no run with capacity bounds was trained beyond its warmup yet")
+            raise NotShownError("it was not trained beyond the longest warmup yet")
         pool = pool_tokens(subject.run) or subject.pool
         bounds = subject.rule.load_bounds(pool)
         assert bounds is not None
