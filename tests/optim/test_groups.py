@@ -297,13 +297,6 @@ def test_every_option_changes_the_weights(options: dict[str, Any]) -> None:
     assert any(not torch.equal(usual[name], changed[name]) for name in SHAPES)
 
 
-def test_embedding_and_head_can_have_betas_of_their_own() -> None:
-    config = dataclasses.replace(SHORT, router_optimizer="adamw", embed_betas=(0.8, 0.995), head_betas=(0, 0.96))
-    groups = optimizers(model(), config).groups
-    found = {name: groups[name].optimizers[0].param_groups[0]["betas"] for name in ("embed", "head", "router")}
-    assert found == {"embed": (0.8, 0.995), "head": (0.0, 0.96), "router": (0.9, 0.95)}
-
-
 @pytest.mark.parametrize("held", ["whole", "as rows of a shard, in reverse"])
 def test_layers_take_turns_at_moving_their_experts_and_nothing_else_waits(held: str) -> None:
     """A matrix that ZeRO-1 held as a stack of one waited, too, and which one moved depended on their order."""

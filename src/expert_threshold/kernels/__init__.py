@@ -1,20 +1,22 @@
 """Kernels in C++ (`cpu`) and Triton (`gpu`), behind Python functions and operators.
 
-Here are the switch of the C++ kernels, which are on by default, and what layers and kernels share that choose the dtype
-of their products themselves or write their own derivatives.
+Here are the switch of the C++ kernels, which are on by default, the definition of their operators, and what layers and
+kernels share that choose the dtype of their products themselves or write their own derivatives.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+P = ParamSpec("P")
+R = TypeVar("R")
 VARIABLE = "EXPERT_THRESHOLD_NATIVE"
 _off = False
 
@@ -68,3 +70,19 @@ def refuse_second_derivative() -> None:
     """Raise RuntimeError under create_graph=True, where the hand-written backward that calls this would be wrong."""
     if torch.is_grad_enabled():
         raise RuntimeError("this layer has no second derivative; call backward without create_graph=True")
+
+
+def operator(*mutates: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Turn a function into the operator `expert_threshold::NAME`, NAME and schema being those of the function.
+
+    Its body returns tensors without data to torch's tracer, of the shapes that C++ returns them in. mutates: the
+    arguments that C++ changes.
+    """
+
+    def define(fake: Callable[P, R]) -> Callable[P, R]:
+        name = fake.__name__
+        torch.library.define(f"expert_threshold::{name}", torch.library.infer_schema(fake, mutates_args=mutates))
+        torch.library.register_fake(f"expert_threshold::{name}", cast(Any, fake))
+        return cast(Callable[P, R], getattr(torch.ops.expert_threshold, name).default)
+
+    return define

@@ -196,41 +196,26 @@ def _inverse_rms(x: Tensor) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """x / rms(x); saves only the input and one number per row."""
+    """x / rms(x), rotated by cos and sin if they are given; saves only the input and one number per row.
+
+    The rotary table may scale; a rotation preserves length, so the norm can wait.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *table: Tensor) -> Tensor:
         scale = _inverse_rms(x)
-        ctx.save_for_backward(x, scale)
-        return torch.mul(x, scale, out=torch.empty_like(x))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        refuse_second_derivative()
-        x, scale = ctx.saved_tensors
-        return _norm_backward(x, scale, dy.clone())
-
-
-def _norm_backward(x: Tensor, scale: Tensor, dy: Tensor) -> Tensor:
-    """Return the gradient of y = x · scale: scale · (dy − y · mean(dy · y)); overwrites dy."""
-    along = (dy * x).sum(-1, keepdim=True, dtype=torch.float32) / x.shape[-1]
-    return dy.addcmul_(x, (along * scale.square()).to(x.dtype), value=-1).mul_(scale)
-
-
-class _RotaryNorm(torch.autograd.Function):
-    """rotate(norm(x)), where the rotary table may scale; a rotation preserves length, so the norm can wait."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        scale = _inverse_rms(x)
-        ctx.save_for_backward(x, scale, cos, sin)
-        return rotate(x, cos, sin).mul_(scale)
+        ctx.save_for_backward(x, scale, *table)
+        return rotate(x, *table).mul_(scale) if table else torch.mul(x, scale, out=torch.empty_like(x))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        x, scale, cos, sin = ctx.saved_tensors
-        return _norm_backward(x, scale, rotate(dy, cos, -sin)), None, None
+        x, scale, *table = ctx.saved_tensors
+        dy = rotate(dy, table[0], -table[1]) if table else dy.clone()
+        # Of y = x · scale it is scale · (dy − y · mean(dy · y)).
+        along = (dy * x).sum(-1, keepdim=True, dtype=torch.float32) / x.shape[-1]
+        dx = dy.addcmul_(x, (along * scale.square()).to(x.dtype), value=-1).mul_(scale)
+        return dx, *(None for _ in table)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -248,7 +233,7 @@ def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         a, b = norm(x).chunk(2, -1)
         return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
-    y: Tensor = apply(_RotaryNorm, x, cos, sin)
+    y: Tensor = apply(_Norm, x, cos, sin)
     return y
 
 

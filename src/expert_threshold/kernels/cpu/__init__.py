@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from .. import switched_off
-from ..operator import operator
+from .. import operator, switched_off
 from .build import FLAGS, load, why_not
 
 FOLDER, TORCH = Path(__file__).parent, Path(torch.__file__).parent

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from .. import refuse_second_derivative
-from ..operator import operator
+from .. import operator, refuse_second_derivative
 from . import TILE, available
 
 FEWEST_ROWS = 64  # with fewer, the call and the packing cost more than they save

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..operator import operator
+from .. import operator
 
 
 @operator()

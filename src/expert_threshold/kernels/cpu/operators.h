@@ -1,6 +1,6 @@
 // Operators of torch in C++, by its stable ABI: its headers compile in a third of the time that torch/library.h takes.
 //
-// `kernels/operator.py` defines an operator by a Python function's signature. A source here implements it by a function
+// `kernels/__init__.py` defines an operator by a Python function's signature. A source here implements it by a function
 // with the same parameters in the same order. Torch checks every call against the signature, and the number of
 // parameters; tests/kernels/test_operators.py compares their types.
 
