@@ -207,7 +207,7 @@ class Sweep:
         self.minutes = minutes
         self._studies: dict[str, Study] = {}
         self._earlier: dict[str, Any] = {}  # results of methods that are left out this time
-        self._rules: dict[str, Any] = {}  # of all methods
+        self._rules = {name: rule_to_dict(method.config.model.rule) for name, method in methods.items()}
         self._known: KnownText | None = None
         self._config = next(iter(methods.values())).config  # what the runs share, but for the rule and the space
         self._text: Text | None = None
@@ -217,32 +217,36 @@ class Sweep:
 
         Raises ValueError naming an option that differs from those with which the sweep was started.
         """
-        path, before = self.folder / SWEEP.file, None
+        path = self.folder / SWEEP.file
         if path.exists():
-            with corrupted_file_error(path, OTHER_FOLDER):
-                before = read_json(path)
-                self._known, self._earlier = KnownText(**before["text"]), before["studies"]
-                options, self._rules = options_by_path(before["options"]), before["rules"]
-                made = sum(len(study["trials"]) for study in self._earlier.values())
-                started = {**before["start"], "space": before["space"], "seeds": before["seeds"]}
-                dtype = options["train.dtype"]
-        self._config = with_dtype(self._config, dtype if before else None)
-        rules = {name: rule_to_dict(method.config.model.rule) for name, method in self.methods.items()}
-        if before:
-            require_same({**self.start, "space": self.space, "seeds": self.seeds}, started, self.folder)
-            now = options_by_path(self._config.to_dict())
-            shared = {name: value for name, value in now.items() if not name.startswith("rule.")}
-            require_same(shared, options, self.folder)
-            for name in rules.keys() & self._rules.keys():
-                require_same(rules[name], self._rules[name], self.folder)
-            if made and not (self.folder / STUDIES).exists():
-                raise ValueError(f"{self.folder / STUDIES}: is missing, with {made} trials; {OTHER_FOLDER}")
-        self._rules = {**self._rules, **rules}
-        if not before:
+            self._continue(path)
+        else:
+            self._config = with_dtype(self._config, None)
             self._read_text(console)
             replace_json(path, self.result())
         storage = open_journal(self.folder / STUDIES)
         self._studies = {name: self._study(name, storage) for name in self.methods}
+
+    def _continue(self, path: Path) -> None:
+        """Take the text and the results so far from the record, and require its options."""
+        with corrupted_file_error(path, OTHER_FOLDER):
+            record = read_json(path)
+            self._known, self._earlier = KnownText(**record["text"]), record["studies"]
+            made = sum(len(study["trials"]) for study in self._earlier.values())
+            self._config = with_dtype(self._config, record["options"]["train.dtype"])
+            rules = {name: dict(rule) for name, rule in record["rules"].items()}
+        require_same(self._options(), record["options"], self.folder)
+        for name in rules.keys() & self._rules.keys():
+            require_same(self._rules[name], rules[name], self.folder)
+        self._rules = rules | self._rules
+        if made and not (self.folder / STUDIES).exists():
+            raise ValueError(f"{self.folder / STUDIES}: is missing, with {made} trials; {OTHER_FOLDER}")
+
+    def _options(self) -> dict[str, Any]:
+        """Return what the trials share, but for the rule, by name or path."""
+        paths = options_by_path(self._config.to_dict()).items()
+        shared = {path: value for path, value in paths if not path.startswith("rule.")}
+        return {**self.start, "space": self.space, "seeds": self.seeds, **shared}
 
     def _study(self, method: str, storage: JournalStorage) -> Study:
         """Return the method's study; a trial that a killed process left, begun or not, is not counted."""
@@ -431,9 +435,7 @@ class Sweep:
         """Return the content of sweep.json."""
         return {
             "start": self.start,
-            "space": self.space,
-            "seeds": self.seeds,
-            "options": self._config.to_dict(),
+            "options": self._options(),
             "rules": self._rules,
             "text": None if self._known is None else self._known._asdict(),
             "studies": self._earlier | {name: self._result(name) for name in self._studies},

@@ -19,14 +19,14 @@ STATES = ("finished", "pruned", "diverged", "refused")
 def write_page(path: Path, result: Mapping[str, Any]) -> None:
     """Write the page of the content of sweep.json. Raises ValueError with the remedy if matplotlib is missing."""
     options, studies = result["options"], result["studies"]
-    train, model = options["train"], options["model"]
-    tokens = train["batch_size"] * train["accumulation"] * model["context"]
+    tokens = options["train.batch_size"] * options["train.accumulation"] * options["model.context"]
+    sizes = [f"{options[f'model.{name}']:,}" for name in ("layers", "d_model", "vocab_size")]
     title = f"Sweep: {' with '.join(result['start'].values())}"
     entries = {
-        "Model": f"{model['layers']} layers of width {model['d_model']}, vocabulary {model['vocab_size']:,}",
-        "Trials": f"{train['steps']:,} steps of {tokens:,} tokens; {counted(result['seeds'], 'seed')} each",
-        "Space": result["space"],
-        "Corpus": Path(options["data"]["source"]).name,
+        "Model": "{} layers of width {}, vocabulary {}".format(*sizes),
+        "Trials": f"{options['train.steps']:,} steps of {tokens:,} tokens; {counted(options['seeds'], 'seed')} each",
+        "Space": options["space"],
+        "Corpus": Path(options["data.source"]).name,
     }
     body = [
         f"<header><h1>{escape(title)}</h1>\n{facts(entries.items())}</header>",
