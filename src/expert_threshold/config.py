@@ -13,7 +13,7 @@ from .data import DataConfig
 from .data.public import FINEWEB_EDU
 from .model import PRESETS, GPTConfig
 from .optim import OptimConfig
-from .option import allows, alternatives, did_you_mean, kinds_of, parse_value, require_kind
+from .option import allows, did_you_mean, kinds_of, parse_value, require_kind
 from .recipes import RECIPES, in_proportion, intervals
 from .routing import DENSE, RULES, Rule, option_names, require_option, rule_from_dict
 from .train import TrainConfig
@@ -178,8 +178,7 @@ def _parsed(path: str, value: Any, kind: Any) -> Any:
     try:
         return parse_value(kind, value)
     except ValueError as error:
-        near = did_you_mean(value, map(str, alternatives(kind)), otherwise="")
-        raise ValueError(f"{path}: {'; '.join(filter(None, (str(error), near)))}") from None
+        raise ValueError(f"{path}: {error}") from None
 
 
 def merged(*layers: Options) -> dict[str, Any]:

@@ -145,7 +145,8 @@ def parse_value(kind: Any, text: str) -> Any:
                 value = tuple(parse_value(part, each) for part, each in parts)
         if _allows(alternative, value):
             return value
-    raise ValueError(f"expected {describe(kind)}, not {text}")
+    near = did_you_mean(text, map(str, alternatives(kind)), otherwise="")
+    raise ValueError(f"expected {describe(kind)}, not {text}{near and f'; {near}'}")
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:

@@ -125,11 +125,6 @@ def test_help_shows_the_defaults_of_the_chosen_preset_and_rule(capsys: pytest.Ca
         assert f"(default: {default})" in text
 
 
-def test_no_two_options_of_a_run_share_a_name() -> None:
-    names = [option.name for option in HELP["train"][1]]
-    assert len(set(names)) == len(names)
-
-
 @dataclass(frozen=True)
 class Clashing(TokenChoice):
     """A rule whose options are named like others."""

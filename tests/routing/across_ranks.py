@@ -130,7 +130,7 @@ def main() -> None:
         TokenChoice(EXPERTS, 1, balance="global_aux"),
         TokenChoice(EXPERTS, 2, balance="loss_free"),
         QuantileBalancing(EXPERTS, 1, decay=0.5),
-        QuantileBalancing(EXPERTS, 2, estimator="histogram", bins=20),
+        QuantileBalancing(EXPERTS, 2, estimator="histogram"),
     ]
     for shares in SHARES[ranks]:
         check_selection(shares, rank, group)

@@ -318,10 +318,10 @@ NONSENSE: list[tuple[type[Rule], dict[str, list[Any]]]] = [
     (ExpertThreshold, {"pool": ["", 0, None], "decay": [1.5, None], "debias": [0, "no"]}),
     (ExpertThreshold, {"warmup_steps": [-1, 2.5, None], "capacity_slack": [-0.5, float("nan"), True, "0.5"]}),
     (QuantileBalancing, {"experts_per_token": [1.5], "over": ["logits"], "pool": ["sequence", 96]}),
-    (QuantileBalancing, {"decay": [1], "estimator": ["mean"], "bins": [0]}),
+    (QuantileBalancing, {"decay": [1], "estimator": ["mean"]}),
     (ReLU, {"l1_start": [0, None], "l1_rate": [-0.1, True], "l1_balanced": [0, "no"]}),
     (SeqTopK, {"max_per_token": [0, 17, 1.5], "gate": ["relu"], "gate_scale": [0]}),
-    (TopP, {"p": [0, 1.1, None], "controller": [0, "no"], "p_gain": [-0.1, "0.2"], "p_rate": [-0.1, float("inf")]}),
+    (TopP, {"p": [0, 1.1, None], "controller": [0, "no"], "p_rate": [-0.1, float("inf")]}),
     (NullSlots, {"null_slots": [0], "slots_per_token": [40], "experts_per_token": [3], "null": ["half"]}),
     (NullSlots, {"bias_rate": [-1], "gate_scale": [0]}),
 ]

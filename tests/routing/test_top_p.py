@@ -50,13 +50,13 @@ def test_a_fixed_p_stays_and_is_that_of_the_options_whatever_the_state_says() ->
 
 
 def test_the_controller_moves_p_by_hand() -> None:
-    rule = TopP(4, 2, p=0.5, controller=True, p_gain=0.5, p_rate=0.1)
+    rule = TopP(4, 2, p=0.5, controller=True, p_rate=0.1)
     state = rule.init()
     one = rule.route(torch.tensor([[[9.0, 0, 0, 0]]]), state, training=True).observation  # one expert: e = 1/4
     state = rule.update(state, one)
-    torch.testing.assert_close(state.p, torch.tensor(0.5 + 0.5 * 0.25 + 0.1 * 0.25))
+    torch.testing.assert_close(state.p, torch.tensor(0.5 + 0.1 * 0.25 + 0.1 * 0.25))
     state = rule.update(state, one)  # the error is the same: the integral alone goes on
-    torch.testing.assert_close(state.p, torch.tensor(0.65 + 0.1 * 0.25))
+    torch.testing.assert_close(state.p, torch.tensor(0.55 + 0.1 * 0.25))
 
 
 @pytest.mark.parametrize("fanout", [1.5, 2.5, 4])

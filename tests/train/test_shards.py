@@ -44,7 +44,7 @@ def test_a_run_on_shards_that_was_resumed_equals_one_that_never_stopped(start: S
     start("whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
     shutil.rmtree(tmp_path / "halves" / "checkpoints" / "step_000008")
-    start("halves", resume=True, tokenizer_threads=3)
+    start("halves", resume=True)
     assert weights(tmp_path / "halves") == weights(tmp_path / "whole")
     position = RunFolder.open(tmp_path / "whole").load_checkpoint(4).state["position"]
     assert position["block"] > 0

@@ -23,7 +23,7 @@ from .options import COMPUTE, Option, parse_all, parse_names
 # Options of every command that traces runs.
 TRACING = [
     Option("tokens", Annotated[int, Bounds(least=2)], 32768, "Tokens to trace each run on."),
-    Option("data", str | None, None, "The text to trace all runs on, its held-out part; none is each run's own."),
+    Option("data", str | None, None, "Text whose held-out part to trace all runs on. Defaults to each run's own."),
     *COMPUTE,
 ]
 OPTIONS = [

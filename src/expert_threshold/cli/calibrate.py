@@ -31,14 +31,19 @@ from .rates import require_cutoffs
 OPTIONS = [
     Option("run", str, None, "The folder of the run to calibrate; it is not changed.", positional=True, required=True),
     Option("to", str, None, "The run folder to make, with the new cutoffs.", required=True),
-    Option("data", str, "RUN's", "Text to calibrate on, as et train takes it; its held-out part is for the loss."),
+    Option("data", str, "RUN's", "Text to calibrate on, as for et train. Its held-out part is for the loss."),
     Option("text_field", str, "text", "Field or column of --data that holds the text, in .jsonl and .parquet."),
     Option("tokens", Count, 262_144, "Tokens to calibrate on, in whole batches."),
     Option("batch_size", Count, 64, "Sequences per batch, the pool in which the k-th largest score is measured."),
-    Option("experts_per_token", float | None, None, "New routed experts per token; none keeps the trained number."),
-    Option("eval_tokens", Count | None, None, "Maximum number of tokens to measure the loss on; none is all."),
+    Option(
+        "experts_per_token",
+        float | None,
+        None,
+        "Routed experts per token to calibrate for. Defaults to the trained number.",
+    ),
+    Option("eval_tokens", Count | None, None, "Maximum number of tokens for the loss. Defaults to all."),
     STEP,
-    Option("seed", NonNegativeInt, 0, "Seed for which rows of the text are read, and in which order."),
+    Option("seed", NonNegativeInt, 0, "Seed for the choice and the order of the text's rows."),
     *COMPUTE,
 ]
 DESCRIPTION = (

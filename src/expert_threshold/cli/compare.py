@@ -55,7 +55,12 @@ OPTIONS = [
         "option applies to the methods that do not fix it.",
     ),
     Option("seeds", Count, 1, "Number of runs of each method, with seeds 0, 1, and so on."),
-    Option("baseline", str, REFERENCE, "The method that others are judged against; the first if this takes no part."),
+    Option(
+        "baseline",
+        str,
+        REFERENCE,
+        "Method against which the others are judged. Defaults to the first if it is not among the compared methods.",
+    ),
     Option("margin", Positive, MARGIN, "Nats per token within which a method is equivalent to the baseline."),
     Option(
         "tuned",
@@ -72,7 +77,7 @@ OPTIONS = [
         "A folder of et compare; may be repeated. Trains nothing: makes one table of all their runs in --out.",
         many=True,
     ),
-    Option("out", str, "runs/compare-PRESET", "The folder to make, or that of the comparison to continue."),
+    Option("out", str, "runs/compare-PRESET", "Folder to make, or the folder of the comparison to continue."),
 ]
 
 

@@ -15,12 +15,17 @@ from .options import COMPUTE, STEP, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run.", positional=True, required=True),
-    Option("prompt", str, "", "The text to continue; an empty one opens a document.", may_be_empty=True),
-    Option("max_tokens", int, 200, "Maximum number of tokens; the end of a document or of the context stops earlier."),
+    Option("prompt", str, "", "Text to continue. An empty prompt starts a document.", may_be_empty=True),
+    Option("max_tokens", int, 200, "Maximum number of tokens. The end of a document or of the context stops earlier."),
     Option("temperature", float, 1.0, "0 takes the likeliest token; 1 samples from the model's own distribution."),
-    Option("top_k", int | None, 50, "Sample from this many of the likeliest tokens; none is all."),
-    Option("seed", int | None, None, "The same seed gives the same text; none draws a seed."),
-    Option("rate", float | None, None, "Target for routed experts per token, from 0 to all; none is as trained."),
+    Option("top_k", int | None, 50, "Sample from this many of the likeliest tokens. none samples from all."),
+    Option("seed", int | None, None, "Seed of the sampling. Defaults to a random one."),
+    Option(
+        "rate",
+        float | None,
+        None,
+        "Mean number of routed experts per token, from 0 to all. Defaults to the trained one.",
+    ),
     Option("show_routing", bool, False, "Colour each token by how many experts it went to."),
     STEP,
     *COMPUTE,

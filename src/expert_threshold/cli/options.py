@@ -157,8 +157,7 @@ def _value(option: Option, text: str) -> Any:
     try:
         return parse_value(option.kind, text)
     except ValueError as error:
-        near = did_you_mean(text, map(str, alternatives(option.kind)), otherwise="")
-        raise argparse.ArgumentTypeError("; ".join(filter(None, [str(error), near]))) from None
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def field_options(record: type, defaults: Mapping[str, Any], prefix: str = "") -> list[Option]:

@@ -29,16 +29,16 @@ OPTIONS = [
     Option("run", str, None, "The folder of the run to serve.", positional=True, required=True),
     Option("host", str, "127.0.0.1", "The address to listen on; any but a loopback address admits other machines."),
     Option("port", Annotated[int, Bounds(least=0, most=65535)], 8000, "The port; 0 picks a free one."),
-    Option("name", str | None, None, "The model's name in requests; none is the folder's name."),
+    Option("name", str | None, None, "The model's name in requests. Defaults to the folder's name."),
     Option("compare", str, None, "Another run for the explorer to show beside it; may be repeated.", many=True),
     Option("explorer", bool, False, "Serve the explorer at / to other machines too; a local server always has it."),
     Option("public_host", str, None, "A name under which a proxy offers this server; may be repeated.", many=True),
-    Option("api_key", str | None, None, f"Key required on every route but /health; none is {API_KEY}'s, if set."),
+    Option("api_key", str | None, None, f"Key required on every route but /health. Defaults to {API_KEY}, if set."),
     Option("slots", Count, 8, "Texts generated at once."),
     Option("strict", bool, False, "Compute row by row, for the same bits whoever shares the batch."),
     STEP,
     *COMPUTE,
-    Option("threads", Count | None, None, "Threads of torch's matrix products; none is torch's default."),
+    Option("threads", Count | None, None, "Threads of torch's matrix products. Defaults to torch's choice."),
 ]
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LIMITS = field_options(Limits, vars(Limits()), prefix="max_")

@@ -33,6 +33,10 @@ def price(state: PriceState) -> Tensor:
     return torch.where(state.weight > 0, state.mean / state.weight, 0.0)
 
 
+BINS = 1000
+"""Bins of each expert's histogram."""
+
+
 @dataclass(frozen=True)
 class QuantileBalancing(Valued):
     """A fixed fanout per token; load is balanced by prices, quantiles of the last batch's scores.
@@ -63,7 +67,6 @@ class QuantileBalancing(Valued):
         "exact",
         "Estimator of quantiles. exact, or an interpolated histogram between the smallest and the largest value.",
     )
-    bins: Count = option(1000, "Bins of each expert's histogram.")
     gate: Gate = option("sigmoid", "Gate of an expert's output, as for token_choice. Prices do not enter it.")
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
@@ -97,7 +100,7 @@ class QuantileBalancing(Valued):
             return count, margins.new_zeros(self.num_experts)
         place = pools.tokens * self.experts_per_token // self.num_experts + 1
         if self.estimator == "histogram":
-            return count, kth_of_histogram(pools.scores[0], place, self.bins, pools.group)
+            return count, kth_of_histogram(pools.scores[0], place, BINS, pools.group)
         return count, kth_largest(pools.scores, [place], pools.group)[0].score.sum(0)
 
     @torch.no_grad()
@@ -148,7 +151,7 @@ class QuantileBalancing(Valued):
             "null scores": cls(6, 2, gate="softmax", null_scores=3),
             "histogram over sigmoids": cls(6, 2, over="gates", gate="sigmoid_normalised", estimator="histogram"),
             "micro-batch": cls(6, 2, pool="batch"),
-            "histogram": cls(6, 2, estimator="histogram", bins=50),
+            "histogram": cls(6, 2, estimator="histogram"),
         }
 
 

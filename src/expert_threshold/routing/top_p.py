@@ -23,6 +23,10 @@ class TopPState(NamedTuple):
     error: Tensor  # () float32, the previous step's
 
 
+P_GAIN = 0.1
+"""Proportional gain u_P of the controller, times the change of the error."""
+
+
 @dataclass(frozen=True)
 class TopP(Rule):
     """A token's smallest set of experts whose softmax shares add up to p; p is fixed or follows the mean fanout.
@@ -47,7 +51,6 @@ class TopP(Rule):
     )
     p: Share = option(0.4, "Total softmax share of a token's experts. With a controller, its initial value.")
     controller: bool = option(False, "Adjust p so that the mean fanout meets experts_per_token.")
-    p_gain: NonNegative = option(0.1, "Proportional gain u_P of the controller, times the change of the error.")
     p_rate: NonNegative = option(0.02, "Integral gain u_I of the controller, times the error.")
 
     def __post_init__(self) -> None:
@@ -79,7 +82,7 @@ class TopP(Rule):
         if not self.controller:
             return state
         error = (self.experts_per_token - observation.fanout_mean) / self.num_experts
-        moved = state.p + self.p_gain * (error - state.error) + self.p_rate * error
+        moved = state.p + P_GAIN * (error - state.error) + self.p_rate * error
         some = observation.tokens > 0
         # Below 1/E every token has one expert; clamping keeps the integral from winding up.
         return TopPState(moved.clamp(1 / self.num_experts, 1).where(some, state.p), error.where(some, state.error))

@@ -48,9 +48,6 @@ class TrainConfig:
     keep_checkpoints: Count | None = option(None, "Number of newest checkpoints to keep. Defaults to all.")
     track: TrackerName = option("none", "Tracker that receives metrics in addition to metrics.jsonl.")
     threads: Count | None = option(None, "CPU threads. Defaults to torch's choice.")
-    tokenizer_threads: Count | None = option(
-        None, "Threads that read and tokenize shards ahead of training. Defaults to one fewer than there are cores."
-    )
     expert_parallel: Count = option(
         1, "Ranks over which the experts of a layer are split. 1 keeps all of them on every rank."
     )

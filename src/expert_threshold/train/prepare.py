@@ -249,7 +249,7 @@ def _loader(
     parallel: Parallel,
     local: LocalBatch,
 ) -> Loader:
-    threads = config.tokenizer_threads or max(1, (os.cpu_count() or 1) - 1)
+    threads = max(1, (os.cpu_count() or 1) - 1)
     return Loader(
         tokens,
         local.batch_size,
