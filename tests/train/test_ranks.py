@@ -83,7 +83,7 @@ def test_a_resumed_run_splits_experts_as_before_as_far_as_its_ranks_allow(
     config = RunConfig(GPTConfig(), DataConfig("corpus.jsonl"), OptimConfig(), TrainConfig(expert_parallel=4))
     run.write_config(config.to_dict())
     assert _resumed(run, {}, ranks).train.expert_parallel == split
-    assert _resumed(run, {"expert_parallel": 3}, ranks).train.expert_parallel == 3
+    assert _resumed(run, {"train.expert_parallel": 3}, ranks).train.expert_parallel == 3
 
 
 @pytest.mark.soak
