@@ -33,7 +33,7 @@ def _options() -> list[Option]:
         Option("rule", Literal[tuple(RULES)], DEFAULT_RULE, "How scores become an assignment."),
         Option("num_experts", int, 16, "Routed experts in a layer."),
         Option("experts_per_token", float, 1.0, "Routed experts per token, on average."),
-        Option("d_expert", int | None, None, "Hidden width of each expert. Defaults to the run's, half a feed-forward."),
+        Option("d_expert", int | None, None, "Hidden width of an expert. Defaults to the run's, half a feed-forward."),
         Option("dense_layers", int, 1, "Number of first layers that stay dense."),
         Option("seed", NonNegativeInt, 0, "Seed for routers, and for the hidden units that each expert starts with."),
         STEP,
