@@ -44,5 +44,9 @@ def seconds_of(call: Callable[[], object], on: torch.device) -> float:
 def origin() -> dict[str, str | None]:
     """Return the date and the commit of the checkout."""
     command = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
-    return {"date": datetime.date.today().isoformat(), "commit": commit.strip() or None}
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip() or None
+    except OSError:  # a machine without Git
+        commit = None
+    return {"date": datetime.date.today().isoformat(), "commit": commit}
