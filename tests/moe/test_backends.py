@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from created import created_by
 from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.kernels.segments import segments
@@ -189,6 +190,13 @@ def test_too_few_rows_are_refused_rather_than_dropped() -> None:
     assignment = torch.ones(3, 4, dtype=torch.bool)
     with pytest.raises(RuntimeError, match="more pairs of tokens and experts than the 11 rows"):
         BACKENDS["static"](torch.randn(3, 8), torch.rand(3, 4), assignment, Experts(4, 8, 12), rows=11)
+
+
+def test_no_integer_is_made_for_every_token_and_expert() -> None:
+    """There were some 25 passes over such integers, more work than anything else with many experts."""
+    assignment = torch.rand(64, 32, generator=torch.Generator().manual_seed(0)) < 1 / 32
+    made = created_by(lambda: segments(assignment, 96))
+    assert max(size for dtype, size in made if dtype != torch.bool) < assignment.numel()
 
 
 def test_no_bag_of_padding_is_long() -> None:
