@@ -28,6 +28,8 @@ from expert_threshold.evaluation.core import ask, choose_rows, continuations, is
 from expert_threshold.model import GPT
 from expert_threshold.routing import Rule
 
+REAL = Path(__file__).parents[3] / "shared" / "data" / "core"
+
 CORE_YAML = """\
 # A bundle of three tasks.
 icl_tasks:
@@ -336,6 +338,13 @@ def test_the_newer_baselines_differ_in_one_known_task_of_these(bundle: Path) -> 
     )
     assert before == {"colours": 0.5, "agi_eval_lsat_ar": 0.5, "capitals": 0.0}
     assert after == before | {"agi_eval_lsat_ar": 0.25}
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"no CORE bundle at {REAL}")
+def test_the_real_bundle_has_22_tasks_and_80995_rows() -> None:
+    tasks = read_bundle(REAL)
+    assert len(tasks) == 22
+    assert sum(len(rows) for rows in {task.hash: task.rows for task in tasks}.values()) == 80_995
 
 
 def test_an_oracle_scores_1_and_an_adversary_below_0_where_chance_is_above_it(bundle: Path) -> None:

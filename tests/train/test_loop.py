@@ -639,6 +639,18 @@ def test_a_signal_saves_and_ends_the_run_and_resuming_equals_never_having_stoppe
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
+def test_a_killed_run_goes_on_from_its_last_checkpoint_as_if_never_stopped(
+    start: Start, tmp_path: Path, corpus: Path
+) -> None:
+    process = Process(tmp_path / "killed", corpus)
+    process.process.kill()
+    process.end()
+    assert RunFolder.open(tmp_path / "killed").latest_checkpoint() == 5
+    start("killed", resume=True, **LONG)
+    start("whole", **LONG)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
 def test_a_second_ctrl_c_quits_at_once_and_harms_nothing_saved(start: Start, tmp_path: Path, corpus: Path) -> None:
     """Both come while a sample is written, which waits for what never comes."""
     process = Process(tmp_path / "stopped", corpus)
