@@ -16,7 +16,7 @@ TEMPORARY = ".tmp-"
 
 
 def expand(path: str | Path) -> Path:
-    """Return the path with ~ and ~user as home folders, unchanged where there is none: `Path.expanduser` raises."""
+    """Expand ~ and ~user; unchanged where there is no such home folder, for which `Path.expanduser` raises."""
     return Path(os.path.expanduser(path))
 
 

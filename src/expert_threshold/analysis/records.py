@@ -60,7 +60,7 @@ class Run(NamedTuple):
 
     @property
     def target(self) -> float:
-        """The usage aimed at: experts per token / number of experts."""
+        """Target usage: experts per token / number of experts."""
         assert self.model.rule is not None
         return self.model.rule.experts_per_token / self.model.rule.num_experts
 

@@ -175,7 +175,7 @@ ENTRIES = {
         _fineweb_edu,
         "download shards of FineWeb-Edu, and the one for validation",
         [
-            Option("shards", int, 8, "Shards to train on; each has about 50 million tokens and 100 MB."),
+            Option("shards", int, 8, "Shards to train on; each is about 50 million tokens (100 MB)."),
         ],
     ),
     HUB: Entry(

@@ -23,7 +23,7 @@ from ..train.log import Display, Title, clock
 
 OTHER_FOLDER = "restore it from a copy, or name another --out"
 OF_MACHINE = {"seed", "device", "threads", "core_bundle", "train_shards"}
-"""Options that a run's config.json has as they were resolved, and the seed, in which the runs of a method differ."""
+"""Options that config.json contains as resolved, and the seed; runs of one method may differ in them."""
 
 
 class Kind(NamedTuple):

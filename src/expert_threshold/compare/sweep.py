@@ -380,7 +380,7 @@ class Sweep:
         path = self._trial_path(method, number) / f"seed_{SEED + seed}"
         shutil.rmtree(path, ignore_errors=True)  # left by a trial that was stopped
         steps = config.train.steps
-        # Only what `train` writes at the end is saved, and removed again.
+        # Save only what `train` writes at the end; that is deleted afterwards, too.
         every: dict[str, Any] = {
             "dtype": self._config.train.dtype,
             "checkpoint_every": None,

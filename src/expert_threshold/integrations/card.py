@@ -43,7 +43,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
 
 With the package `expert-threshold` installed, `import expert_threshold.integrations.transformers` replaces
-`trust_remote_code=True`, and `et import {name} --out RUN` turns it back into a run folder.
+`trust_remote_code=True`, and `et import {name} --out RUN` turns this folder back into a run folder.
 """
 
 

@@ -157,7 +157,7 @@ def observe(
     has, which would be read in its place.
     """
     if taken := [name for name in sums if name in _TAKEN]:
-        raise ValueError(f"sums={sorted(taken)} are reserved names of every observation; rename them")
+        raise ValueError(f"sums={sorted(taken)} are names of fields that every observation has; rename them")
     scores = scores.detach()[..., : assignment.shape[-1]].flatten(0, -2)
     assignment = assignment.flatten(0, -2)
     gates = scores.sigmoid() if gates is None else gates.detach().flatten(0, -2)

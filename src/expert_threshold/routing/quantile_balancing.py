@@ -162,7 +162,7 @@ def _batch_price(observation: Observation) -> Tensor:
 
 
 def kth_of_histogram(values: Tensor, k: int, bins: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the k-th largest of each expert's values (tokens, experts) to within one bin, (experts,).
+    """Return each expert's k-th largest value (experts,), accurate to one bin; values: (tokens, experts).
 
     Bins have equal widths between an expert's smallest and largest value over the group's ranks; tokens are assumed to
     be spread evenly within a bin. k: from 1 to the tokens of all ranks; this rank may have none.

@@ -236,7 +236,7 @@ def train_against_validation(material: Material) -> Data:
             for records, key in ((subject.run.train, "cross_entropy"), (subject.run.validation, "loss"))
         )
         if not (train and validation):
-            raise NotShownError("it was not validated yet")
+            raise NotShownError("it has not been validated yet")
         late = _late(subject)
         return {
             "train": smooth(train),

@@ -365,9 +365,9 @@ def _logged(key: str) -> Callable[[Run], object]:
     return lambda run: finite(series(run.train, key))
 
 
-UNLOGGED = "no line of training metrics was written yet"
-UNVALIDATED = "the run was not validated yet"
-UNRECORDED = "no number of it was recorded yet"
+UNLOGGED = "no line of training metrics has been written yet"
+UNVALIDATED = "the run has not been validated yet"
+UNRECORDED = "no number of it has been recorded yet"
 SPEED = partial(draw_smoothed, "tokens_per_second", "tokens per second", "{:,.0f}")
 NORM = partial(draw_smoothed, "grad_norm", "norm of the gradient, before clipping", "{:.2g}")
 

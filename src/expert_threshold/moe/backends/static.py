@@ -1,4 +1,4 @@
-"""A backend with static shapes for CUDA graphs: where `is_native` and loads are bounded, nothing waits for the device.
+"""A backend with static shapes, for CUDA graphs: if `is_native` and loads are bounded, the host never waits.
 
 The rows of all experts lie in one buffer, sized by the rule's bounds, else by counting, which waits once; only the
 device knows where each expert's rows end. Products skip the padding after the last row. Only the input, the
