@@ -187,8 +187,9 @@ def merged(*layers: Options) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for layer in layers:
-        rule = layer.get("rule.name", found.get("rule.name"))
-        if rule != found.get("rule.name"):
+        before = found.get("rule.name", DEFAULT_RULE)
+        rule = layer.get("rule.name", before)
+        if rule != before:
             kept = () if rule == DENSE else SHARED_RULE_OPTIONS
             found = {path: value for path, value in found.items() if path in kept or not path.startswith("rule.")}
         found |= layer

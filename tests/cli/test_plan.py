@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cases import et
 from commands import Refused
+from expert_threshold.cli.run_options import resolve_run
 from expert_threshold.config import RunConfig, resolve
 from expert_threshold.distributed import local_batch
 from expert_threshold.kernels import cpu, off
@@ -342,6 +343,20 @@ def test_flags_go_before_the_file(name: str, text: str, tmp_path: Path) -> None:
     found = plan("tiny", "--config", str(file), "--batch-size", "5")
     assert (found["preset"], found["config"]) == ("tiny", str(file))
     assert (found["steps"], found["tokens_per_step"], found["rule"]) == (7, 5 * 128, "dense")
+
+
+def test_a_flag_for_the_length_goes_before_the_files_steps(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text('{"train": {"steps": 7}}')
+    assert plan("tiny", "--config", str(tmp_path / "file.json"), "--tokens", "8192")["steps"] == 4
+
+
+def test_a_files_options_of_the_rule_stay_where_a_flag_names_the_same_rule(tmp_path: Path) -> None:
+    """They were dropped where neither recipe nor file had named the default rule."""
+    (tmp_path / "file.json").write_text('{"rule": {"decay": 0.3}}')
+    for flags in ({}, {"rule.name": "expert_threshold"}):
+        rule = resolve_run({"preset": "tiny", "config": str(tmp_path / "file.json")} | flags).model.rule
+        assert rule is not None
+        assert rule.decay == 0.3
 
 
 def test_a_plan_of_a_file_alone_claims_no_preset(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,16 +60,6 @@ def test_a_run_that_cannot_train_is_refused_and_nothing_is_made(
     refused(["train", *small, *options, "--out", tmp_path / "run"], *parts)
 
 
-def test_minutes_beside_the_steps_of_a_file_are_refused_before_anything_is_measured(
-    small: Options, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The line named tokens, which nobody had given."""
-    monkeypatch.setattr(train_command, "tokens_within", None)
-    (tmp_path / "steps.json").write_text('{"train": {"steps": 9}}')
-    options = ["--config", tmp_path / "steps.json", "--minutes", 1, "--out", tmp_path / "runs" / "run"]
-    assert "tokens" not in refused(["train", *small, *options], "minutes=1.0 and train.steps=9")
-
-
 def test_training_prints_its_plan_and_the_next_command(
     small: Options, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,16 +170,50 @@ def test_a_copy_has_routers_and_padding_of_its_own() -> None:
     model = swap_rule(mixture("Mixtral"), THRESHOLD)
     other = copy.deepcopy(model)
     other(tokens(3))
-    assert routers(other)[0].rows == (3, 12)
-    assert routers(model)[0].rows is None
+    assert routers(other)[0].inputs.rows == (3, 12)
+    assert routers(model)[0].inputs is None
 
 
-def test_a_rule_can_be_swapped_again_and_null_scores_start_at_zero() -> None:
-    model = swap_rule(mixture("gpt-oss"), ExpertThreshold(8, 2, gate="softmax", null_scores=2))
-    assert routers(model)[0].weight.shape == (10, 32)
-    assert not routers(model)[0].weight[8:].any()
-    swap_rule(model, ExpertChoice(8, 1))(tokens())
-    assert routers(model)[0].weight.shape == (8, 32)
+@torch.no_grad()
+def test_swapped_back_a_mixture_computes_what_it_did() -> None:
+    model = mixture("DeepSeek-V3")
+    before, own = model(tokens()).logits, own_rule(model)
+    swap_rule(model, THRESHOLD)(tokens())
+    torch.testing.assert_close(swap_rule(model, own)(tokens()).logits, before)
+
+
+def test_a_rule_that_the_model_has_keeps_its_state_and_its_follower(tmp_path: Path) -> None:
+    model = trained(swap_rule(mixture("OLMoE"), THRESHOLD))
+    for again in (swap_rule(model), swap_rule(model, THRESHOLD)):
+        assert [router.state.step for router in routers(again)] == [4, 4]
+    model.name_or_path = str(tmp_path)  # a folder without states
+    for layer in model.model.layers:
+        layer.mlp.gate.rule = ExpertChoice(8, 1)
+    with pytest.raises(ValueError, match="states of 0 routers"):
+        swap_rule(model)
+
+
+@pytest.mark.parametrize("lengths", [(12, 12), (12, 7)])
+def test_under_activation_checkpointing_gradients_stay_or_an_error_says_why(lengths: tuple[int, int]) -> None:
+    model = swap_rule(mixture("OLMoE"), TokenChoice(8, 2, balance="aux")).train()
+
+    def gradient(forwards: int) -> torch.Tensor:
+        model.zero_grad()
+        losses = [model(tokens(length=length), labels=tokens(length=length)).loss for length in lengths[:forwards]]
+        sum(losses).backward()
+        return model.model.layers[0].mlp.experts.down_proj.grad.clone()
+
+    plain = [gradient(1), gradient(2)]
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    with torch.no_grad():
+        model(tokens(length=5))
+    torch.testing.assert_close(gradient(1), plain[0])
+    if lengths[0] == lengths[1]:
+        torch.testing.assert_close(gradient(2), plain[1])
+    else:
+        with pytest.raises(ValueError, match="activation checkpointing"):
+            gradient(2)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +222,9 @@ def test_a_rule_can_be_swapped_again_and_null_scores_start_at_zero() -> None:
         (lambda: mixture("OLMoE"), ExpertThreshold(4, 1), "num_experts=4"),
         (lambda: mixture("OLMoE"), "expert_threshold", "rule='expert_threshold'"),
         (lambda: mixture("OLMoE"), None, "no rule"),
+        (lambda: torch.nn.Linear(2, 2), THRESHOLD, "Linear"),
+        (lambda: torch.nn.Sequential(mixture("OLMoE")), THRESHOLD, "no configuration"),
+        (lambda: mixture("OLMoE"), ExpertThreshold(8, 2, gate="softmax", null_scores=2), "beyond those"),
         (lambda: mixture("OLMoE"), SeqTopK(8, 2), "SeqTopK"),
         (lambda: mixture("OLMoE"), NullSlots(8, 1, null="copy"), "NullSlots"),
         (

@@ -128,7 +128,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
         ("[]", "config.json: not written by expert-threshold, or damaged"),
         ("[" * 100_000, "config.json: not written by expert-threshold, or damaged"),
         ('{"model_type": "llama"}', "not written by expert-threshold"),
-        ('{"format": "expert-threshold run", "version": 2}', "format version 2"),
+        ('{"format": "expert-threshold run", "version": 3}', "format version 3"),
     ],
 )
 def test_a_foreign_folder_is_refused(tmp_path: Path, content: str | None, message: str) -> None:

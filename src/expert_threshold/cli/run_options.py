@@ -80,6 +80,8 @@ def resolve_run(given: Given) -> RunConfig:
         with source.named():
             initial = by_path({section: source.section(section) for section in ("model", "rule")})
     file = read_config_file(given["config"]) if "config" in given else {}
+    if given.get("tokens") is not None:
+        file.pop("train.steps", None)  # a flag goes before the file
     flags = {path: value for path, value in given.items() if "." in path}
     config = resolve(
         preset_of(given),

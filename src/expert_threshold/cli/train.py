@@ -36,7 +36,7 @@ from ..train.pace import tokens_within
 from ..train.saving import LostSaveError
 from . import USAGE_ERROR, is_users, one_line
 from .options import Option
-from .run_options import flag_of, parse_run, preset_of, read_config_file, resolve_run
+from .run_options import flag_of, parse_run, preset_of, resolve_run
 
 OPTIONS = [
     Option("out", str, "runs/PRESET-RULE", "Run folder to make; it must not exist."),
@@ -186,14 +186,13 @@ def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> 
 
 
 def _require_only_minutes(given: dict[str, Any], rendezvous: Rendezvous | None) -> None:
-    """Raise ValueError if there are several ranks, or steps or tokens in flags or a file."""
+    """Raise ValueError if there are several ranks, or flags for steps or tokens."""
     minutes = given["minutes"]
     if rendezvous is not None:
         raise ValueError(f"minutes={minutes}: not supported with several ranks; give --steps")
-    said = (read_config_file(given["config"]) if "config" in given else {}) | given
     for other in ("train.steps", "tokens"):
-        if said.get(other) is not None:
-            raise ValueError(f"minutes={minutes} and {other}={said[other]} both set the length of the run; give one")
+        if given.get(other) is not None:
+            raise ValueError(f"minutes={minutes} and {other}={given[other]} both set the length of the run; give one")
 
 
 def _config_of(folder: RunFolder) -> RunConfig:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import huggingface_hub
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..moe import Router
 from ..routing import Rule, TokenChoice, rule_from_dict, rule_to_dict
@@ -52,6 +53,13 @@ ROUTERS = {
 """The routers that can be swapped, by class, each with the rule that routes as it does."""
 
 
+class Inputs(NamedTuple):
+    """The rows (batch, time) of a model's inputs, which its routers see as a list, and the mask if there is padding."""
+
+    rows: tuple[int, int]
+    mask: Tensor | None
+
+
 class SwappedRouter(Router):
     """A router of ours in the place of one of transformers, with its weights, under its names.
 
@@ -65,36 +73,48 @@ class SwappedRouter(Router):
     def __init__(self, old: Any, rule: Rule) -> None:
         with torch.device("meta"):
             super().__init__(old.weight.shape[1], rule)
-        experts, nulls = rule.num_experts, rule.num_scores - rule.num_experts
-        bias = getattr(old, "bias", None)
-        if len(old.weight) == rule.num_scores:
-            self.weight, self.bias = old.weight, bias
-        else:
-            self.weight = nn.Parameter(F.pad(old.weight.data[:experts], (0, 0, 0, nulls)))
-            self.bias = None if bias is None else nn.Parameter(F.pad(bias.data[:experts], (0, nulls)))
-        self.to_empty_state(old.weight.device)
-        own = getattr(old, "e_score_correction_bias", None)
-        if own is not None and getattr(rule, "balance", None) == "loss_free":
-            self.state.bias.copy_(own)
-        self.rows: tuple[int, int] | None = None  # (batch, time) of the model's inputs
-        self.mask: Tensor | None = None  # (batch, time), where there is padding
+        self.weight, self.bias = old.weight, getattr(old, "bias", None)
+        for name, value in rule.init()._asdict().items():
+            setattr(self, f"state_{name}", value.to(old.weight.device))
+        if (own := getattr(old, "e_score_correction_bias", None)) is not None:  # kept for a swap back
+            self.register_buffer("e_score_correction_bias", own)
+            if getattr(rule, "balance", None) == "loss_free":
+                self.state.bias.copy_(own)
+        self.inputs: Inputs | None = None
+        self.waits = self.mixed = self.recomputed = False  # see `note`
         self.train(old.training)
-
-    def to_empty_state(self, device: torch.device) -> None:
-        """Make the state's buffers on the device, before the first step."""
-        for name, value in self.rule.init()._asdict().items():
-            setattr(self, f"state_{name}", value.to(device))
 
     def score(self, x: Tensor) -> Tensor:
         scores = super().score(x)
         return scores if self.bias is None else scores + self.bias.float()
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        rows, width = self.rows, hidden.shape[-1]
-        x = hidden.reshape(*rows, width) if rows is not None else hidden.reshape(1, -1, width)
-        mask = self.mask if self.training else None  # in inference a token is routed by itself
+        rows, mask = self._inputs_of(hidden)
+        x = hidden.reshape(*rows, hidden.shape[-1])
+        mask = mask if self.training else None  # in inference a token is routed by itself
         scores, weights, ids = chosen(self.rule, super().__call__(x, mask=mask), None)
         return scores, weights.to(hidden.dtype), ids
+
+    def note(self, inputs: Inputs, checkpointed: bool) -> None:
+        """Note the inputs of a forward of the model, and whether one that waits to be recomputed had others."""
+        if self.recomputed or not self.waits:
+            self.waits, self.mixed = checkpointed and self.training and torch.is_grad_enabled(), False
+        elif self.inputs is not None:
+            self.mixed |= inputs.rows != self.inputs.rows or inputs.mask is not None or self.inputs.mask is not None
+        self.inputs, self.recomputed = inputs, False
+
+    def _inputs_of(self, hidden: Tensor) -> Inputs:
+        tokens = hidden.numel() // hidden.shape[-1]
+        if torch._C._current_graph_task_id() != -1:  # inside backward, under activation checkpointing
+            self.recomputed = True
+            if self.mixed:
+                raise ValueError(
+                    "activation checkpointing computes a forward again after one with other rows or padding; call "
+                    "backward after each forward, or switch checkpointing off"
+                )
+        if self.inputs is None or self.inputs.rows[0] * self.inputs.rows[1] != tokens:
+            return Inputs((1, tokens), None)  # the block is called by itself
+        return self.inputs
 
 
 def routers(model: nn.Module) -> dict[str, Any]:
@@ -115,70 +135,85 @@ def own_rule(model: nn.Module) -> Rule:
 def swap_rule(model: Model, rule: Rule | None = None) -> Model:
     """Make a mixture of transformers route by `rule`, in place, and return it; experts and all weights stay.
 
-    rule: None is the rule in the model's configuration, with which it was saved. Where the configuration has this
-    rule, its state is read from the folder that the model was loaded from; else the state starts anew, but for the
-    biases of a loss-free checkpoint. `follow(model, optimizer)` then trains the rule. Tokens whose attention_mask is 0
-    take part in nothing. Raises ValueError for a model or a rule that does not fit.
+    rule: None is the rule in the model's configuration, with which it was saved; its state is then read from the folder
+    or the cached repository that the model was loaded from. Where the model has this rule already, nothing changes;
+    else the state is new, but for the biases of a loss-free checkpoint. Swap before `fully_shard`, `compile` and
+    `follow(model, optimizer)`, which then trains the rule. Tokens whose attention_mask is 0 take part in nothing.
+    Raises ValueError for a model or a rule that does not fit.
     """
-    saved = getattr(model.config, SAVED, None)
+    found = routers(model)
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"{type(model).__name__} has no configuration; pass the model of transformers, not a wrapper")
+    saved = rule is None
     if rule is None:
-        if saved is None:
+        if getattr(config, SAVED, None) is None:
             raise ValueError("the model's configuration has no rule; pass one, or own_rule(model) for the model's own")
-        rule = rule_from_dict(saved)
-    _require_fits(rule, model)
+        rule = rule_from_dict(getattr(config, SAVED))
     assert rule is not None
-    for name, old in routers(model).items():
+    _require_fits(rule, found.values())
+    changed = {name: old for name, old in found.items() if getattr(old, "rule", None) != rule}
+    states = _saved_states(model, len(found)) if saved and changed else []
+    for name, old in changed.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, SwappedRouter(old, rule))
-    if saved == rule_to_dict(rule):
-        _restore(model)
-    setattr(model.config, SAVED, rule_to_dict(rule))
+    for state, router in zip(states, routers(model).values(), strict=bool(states)):
+        for field, value in state.items():
+            getattr(router.state, field).copy_(value)
+    setattr(config, SAVED, rule_to_dict(rule))
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False  # the model's own loss reads routers of its own
     base: Any = getattr(model, "base_model", model)
     if _note_inputs not in base._forward_pre_hooks.values():
         base.register_forward_pre_hook(_note_inputs, with_kwargs=True)
     return model
 
 
-def _require_fits(rule: Any, model: nn.Module) -> None:
+def _require_fits(rule: object, found: Iterable[Any]) -> None:
     if not isinstance(rule, Rule):
         raise ValueError(f"rule={rule!r} is not a rule; use ExpertThreshold(), say")
-    experts = {
-        len(old.weight) if type(old).__name__ in ROUTERS else old.rule.num_experts for old in routers(model).values()
-    }
-    if experts != {rule.num_experts}:
-        raise ValueError(f"rule has num_experts={rule.num_experts}; the model has {', '.join(map(str, experts))}")
+    for old in found:
+        if isinstance(old.weight, DTensor):
+            raise ValueError("the model is sharded already; call swap_rule before fully_shard")
+        if len(old.weight) != rule.num_experts:
+            raise ValueError(f"rule has num_experts={rule.num_experts}; the model has {len(old.weight)}")
+    if rule.num_scores != rule.num_experts:
+        raise ValueError(f"{type(rule).__name__} has scores beyond those of the experts, which the checkpoint lacks")
     if rule.scope(training=False) != "token":
         raise ValueError(f"{type(rule).__name__} looks at whole sequences, which no cache of transformers keeps")
-    probe = rule.route(torch.zeros(1, rule.num_experts, rule.num_scores), rule.init(), training=False)
-    if probe.passthrough is not None:
-        raise ValueError(f"{type(rule).__name__} copies tokens, which the blocks of transformers cannot do")
 
 
 def _note_inputs(base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Tell the routers, which see a flat list of tokens, its rows and which tokens are padding."""
+    """Tell the routers, which see a list of tokens, its rows and which tokens are padding."""
     tokens = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs["inputs_embeds"] if tokens is None else tokens
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     rows: tuple[int, int] = (tokens.shape[0], tokens.shape[1])
     padded = isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all()
+    inputs = Inputs(rows, mask[:, -rows[1] :].bool() if padded else None)
+    # transformers renames this property; reading the former name warns.
+    name = "is_activation_checkpointing"
+    checkpointed = getattr(base, name if hasattr(type(base), name) else "is_gradient_checkpointing")
     for module in base.modules():
         if isinstance(module, SwappedRouter):
-            module.rows = rows
-            module.mask = mask[:, -rows[1] :].bool() if padded else None
+            module.note(inputs, checkpointed)
 
 
-def _restore(model: Any) -> None:
-    """Read the routers' states from the folder of the model, if it was loaded from one.
+def _saved_states(model: Any, layers: int) -> list[dict[str, Tensor]]:
+    """Return the states of the routers from the folder or the cached repository of the model, by layer.
 
     transformers saves some architectures under other names than it loads them; the numbers in them are the layers.
     """
+    folder = Path(str(model.name_or_path))
+    if not folder.is_dir():
+        folder = Path(huggingface_hub.snapshot_download(model.name_or_path, local_files_only=True))
     states: defaultdict[tuple[int, ...], dict[str, Tensor]] = defaultdict(dict)
-    for file in Path(str(model.name_or_path)).glob("*.safetensors"):
+    for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  no mapping
                 name, found, field = key.rpartition(".state_")
                 if found:
                     states[tuple(map(int, re.findall(r"\d+", name)))][field] = tensors.get_tensor(key)
-    for (_, state), router in zip(sorted(states.items()), routers(model).values(), strict=bool(states)):
-        for field, value in state.items():
-            getattr(router.state, field).copy_(value)
+    if len(states) != layers:
+        raise ValueError(f"{folder} has the states of {len(states)} routers, not {layers}; pass a rule to start anew")
+    return [state for _, state in sorted(states.items())]

@@ -80,11 +80,10 @@ class MoE(nn.Module):
         d_model = self.router.weight.shape[1]
         if x.ndim != 3 or x.shape[2] != d_model:
             raise ValueError(f"x has the shape {tuple(x.shape)}; it must be (batch, time, d_model={d_model})")
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2] or pasts is not None):
-            raise ValueError(
-                f"mask is {mask.dtype} of shape {tuple(mask.shape)}; it must be bool of shape {tuple(x.shape[:2])}, "
-                "(batch, time), of whole sequences"
-            )
+        if mask is not None and not (
+            isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:2] and pasts is None
+        ):
+            raise ValueError(f"mask must be a bool tensor of shape {tuple(x.shape[:2])}, (batch, time), without a past")
         routing = self.router(x, pasts, mask)
         y = self.compute(x, routing)
         y = y if mask is None else y.masked_fill(~mask[..., None], 0)

@@ -19,7 +19,7 @@ from .lock import LOCK, exclusive, is_vacant
 from .metrics import Metrics
 
 FORMAT = "expert-threshold run"
-VERSION = 1
+VERSION = 2
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
