@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import huggingface_hub
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -206,6 +205,8 @@ def _saved_states(model: Any, layers: int) -> list[dict[str, Tensor]]:
     """
     folder = Path(str(model.name_or_path))
     if not folder.is_dir():
+        import huggingface_hub
+
         folder = Path(huggingface_hub.snapshot_download(model.name_or_path, local_files_only=True))
     states: defaultdict[tuple[int, ...], dict[str, Tensor]] = defaultdict(dict)
     for file in folder.glob("*.safetensors"):
