@@ -104,7 +104,8 @@ class Budget:
         next_step = max(self._steps[-ENOUGH:], default=0.0)
         if gone + due + next_step + at_end >= self.seconds:
             return Decision(step, step, gone)
-        revised = len(self.decisions) > 1 and not last.extends
+        # A revision because half of the steps were made too soon may rest on few of them, so it is not the last.
+        revised = len(self.decisions) > 1 and not last.extends and last.seconds >= REVISED_AT * self.seconds
         early = gone - last.seconds < REVISED_AT * (self.seconds - last.seconds) and 2 * step < last.steps
         if revised or early or len(self._steps) < ENOUGH:
             return None
