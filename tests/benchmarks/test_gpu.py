@@ -123,7 +123,7 @@ def test_a_step_is_timed_with_each_dispatch_and_without_its_optimizer(dry: Dry) 
 def test_without_memory_a_step_is_tried_with_fewer_sequences_from_the_eager_ones_on(
     error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a capture raises for lack of memory was a failure, and it tried more sequences than the eager step holds."""
+    """A capture that ran out of memory counted as a failure, and tried more sequences than fit in the eager step."""
     Record(tmp_path, "step").put("d20 dense auto eager", "measured", {"sequences": 16})
     tried = []
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from cases import et
+from cases import et, write_bundle
 from commands import Options, Refused, edit, lines, write_lines
 from commands import read as read_json
 from expert_threshold.cli import evaluate as command
@@ -59,15 +59,9 @@ def runs(run: Path, choice: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    path = tmp_path / "bundle"
-    (path / "eval_data").mkdir(parents=True)
-    (path / "core.yaml").write_text(CORE_YAML)
-    (path / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ncopy,0\nanimals,50\n")
     copy = [{"context": f"cat {i}", "continuation": f"cat {i}"} for i in range(5)]
     animals = [{"query": "the cat sat on", "choices": ["a mat", "xylophone"], "gold": i % 2} for i in range(4)]
-    for name, rows in {"copy": copy, "animals": animals}.items():
-        write_lines(path / "eval_data" / f"{name}.jsonl", rows)
-    return path
+    return write_bundle(tmp_path / "bundle", CORE_YAML, {"copy": (0, copy), "animals": (50, animals)})
 
 
 def read(run: Path) -> Any:

@@ -93,7 +93,7 @@ def test_the_spread_of_few_seeds_is_pooled_over_methods_as_in_an_analysis_of_var
 
 
 def test_of_many_equal_methods_the_corrected_verdicts_seldom_find_a_difference() -> None:
-    """Of 10 methods that do not differ, some did in a third of the comparisons without a correction."""
+    """Without a correction, a third of comparisons of 10 equal methods found a difference."""
     random = np.random.default_rng(0)
     wrong, plain = 0, 0
     for _ in range(300):

@@ -119,6 +119,17 @@ def write_text(path: Path, text: str = TEXT, *, documents: int = 30, words: int 
     return path
 
 
+def write_bundle(path: Path, tasks: str, rows: dict[str, tuple[float, list[dict[str, Any]]]]) -> Path:
+    """A CORE bundle. tasks: its core.yaml. rows: of each task, behind its baseline in percent."""
+    (path / "eval_data").mkdir(parents=True)
+    (path / "core.yaml").write_text(tasks)
+    baselines = "".join(f"{name},{baseline}\n" for name, (baseline, _) in rows.items())
+    (path / "eval_meta_data.csv").write_text(f"Eval Task,Random baseline\n{baselines}")
+    for name, (_, lines) in rows.items():
+        (path / "eval_data" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 def write_run(path: Path, model: GPT, step: int = 4, text: Path | None = None) -> RunFolder:
     """The model's weights as a checkpoint, with a validation of it in the metrics; text: what it was trained on."""
     run = RunFolder.create(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cases import write_bundle
 from expert_threshold.evaluation import ModelScorer, centred, evaluate_task, read_bundle
 from expert_threshold.runs import RunFolder, load_model
 
@@ -32,18 +32,12 @@ icl_tasks:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    path = tmp_path / "bundle"
-    (path / "eval_data").mkdir(parents=True)
-    (path / "core.yaml").write_text(YAML)
-    (path / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ncopy,0\nwho,50\n")
     copy = [{"context": f"the {i}", "continuation": f"the {i}"} for i in range(6)]
     who = [
         {"context_options": ["the model", f"a token {i}"], "continuation": "reads text", "gold": i % 2}
         for i in range(6)
     ]
-    for name, rows in {"copy": copy, "who": who}.items():
-        (path / "eval_data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_bundle(tmp_path / "bundle", YAML, {"copy": (0, copy), "who": (50, who)})
 
 
 def without_core(path: Path) -> list[dict[str, Any]]:

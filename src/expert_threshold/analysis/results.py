@@ -177,9 +177,9 @@ def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, str | None]]]) -> tu
     usual = {name: max(count, key=lambda text: (text is not None, count[text])) for name, count in counts.items()}
     names, differing = [], set[str]()
     for method, run_sizes in runs:
-        told = {name: text for name, text in run_sizes.items() if text not in (None, usual[name])}
-        names.append(f"{method} ({', '.join(map(str, told.values()))})" if told else method)
-        differing |= told.keys()
+        named = {name: text for name, text in run_sizes.items() if text not in (None, usual[name])}
+        names.append(f"{method} ({', '.join(map(str, named.values()))})" if named else method)
+        differing |= named.keys()
     shared = [str(text) for name, text in usual.items() if name in differing]
     return names, f"{listed(shared)} where no other is named" if shared else ""
 

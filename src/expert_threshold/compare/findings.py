@@ -1,4 +1,4 @@
-"""What a comparison found: results of runs, judged against a baseline, as tables in JSON, CSV and Markdown."""
+"""Results of a comparison: runs judged against a baseline, as tables in JSON, CSV and Markdown."""
 
 from __future__ import annotations
 

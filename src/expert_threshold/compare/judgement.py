@@ -31,7 +31,7 @@ class Judged(NamedTuple):
     seconds of the cheaper run of each pair. flops: of a run, the mean, by the fanout of training.
     seconds: of training, the median. seconds_to_loss: until the baseline's last loss, the median; None if some seed
     never reached it. What seconds decide is None where they were not measured on one machine. corrected: the verdict
-    on the difference among those of all methods; None with one seed.
+    on the difference, corrected for the number of methods; None with one seed.
     """
 
     method: str

@@ -176,7 +176,7 @@ class Stream:
 
     threads: how many read and tokenize ahead. group: ranks that share this work, each reading its own parts and sending
     the tokens to the others when a block begins; None reads everything here. Neither changes a block's contents.
-    skip_damaged: skip unreadable parts and list those of all ranks in `skipped`, until the caller clears it; otherwise
+    skip_damaged: skip unreadable parts and list every rank's in `skipped`, until the caller clears it; otherwise
     they raise ValueError on all ranks.
     """
 

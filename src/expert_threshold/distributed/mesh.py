@@ -95,13 +95,13 @@ class LocalBatch(NamedTuple):
 
     @property
     def pooled(self) -> int:
-        """Sequences of a micro-batch that a rule sees together: those of all its ranks, or of this rank alone."""
+        """Sequences of a micro-batch that a rule sees together, over all its ranks or on this rank alone."""
         return self.batch_size * self.ranks if self.joint_mean else self.batch_size
 
     def losses(self, output: Output, targets: Tensor, loader: Loader) -> tuple[Tensor, Tensor]:
         """Return the loss and the cross-entropy, (), whose means over `ranks` are those of the shared micro-batch.
 
-        targets: this rank's, (batch, time), negative where ignored. loader: counts those of all ranks.
+        targets: (batch, time) of this rank, negative where ignored. loader: counts the targets of all ranks.
         """
         loss, cross_entropy = output.loss, output.cross_entropy
         assert loss is not None

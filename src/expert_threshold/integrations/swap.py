@@ -216,5 +216,7 @@ def _saved_states(model: Any, layers: int) -> list[dict[str, Tensor]]:
                 if found:
                     states[tuple(map(int, re.findall(r"\d+", name)))][field] = tensors.get_tensor(key)
     if len(states) != layers:
-        raise ValueError(f"{folder} has the states of {len(states)} routers, not {layers}; pass a rule to start anew")
+        raise ValueError(
+            f"{folder} has {len(states)} routers' states, not {layers}; pass a rule to start with a new state"
+        )
     return [state for _, state in sorted(states.items())]

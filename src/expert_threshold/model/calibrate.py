@@ -52,8 +52,8 @@ def calibrate(
     if observations is None:
         raise ValueError("no text to calibrate on; give at least one batch")
     for (layer, _), observation in zip(model.moe_layers(), observations, strict=True):
-        if told := scores_not_finite(observation, f"layer {layer}"):
-            raise ValueError(f"{told}; calibrate an earlier checkpoint")
+        if problem := scores_not_finite(observation, f"layer {layer}"):
+            raise ValueError(f"{problem}; calibrate an earlier checkpoint")
     for router, observation in zip(routers, observations, strict=True):
         router.calibrate(observation)
     return observations

@@ -74,7 +74,7 @@ class GPTConfig:
     value_embeddings: ValueEmbeddings | None = option(
         None,
         "Layers whose values gain a learned, gated vector of their token. alternate is every other layer and the "
-        "last; none is no layer.",
+        "last. Omit for no layer.",
     )
     residual_scalars: bool = option(False, "Scale the residual stream before each layer by a learned number.")
     skip_scalars: bool = option(False, "Add the first layer's input, times a learned number, before each layer.")
@@ -89,7 +89,7 @@ class GPTConfig:
     key_offset: KeyOffset | None = option(
         None,
         "Layers in which the half of each key that rotates slowest is taken from the previous token, so that one "
-        "layer finds what followed a token. none is no layer.",
+        "layer finds what followed a token. Omit for no layer.",
     )
     windows: str | None = option(
         None,

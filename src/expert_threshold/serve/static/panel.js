@@ -369,11 +369,11 @@ export class Panel {
 
   #gates() {
     const { layers } = this.tokens[this.selected];
-    const told = layers.flatMap(({ experts, gates }, i) => {
+    const chosen = layers.flatMap(({ experts, gates }, i) => {
       const each = experts.map((expert, j) => `${expert}: ${number(gates[j])}`);
       return each.length ? [`layer ${this.routers[i]} (${each.join(", ")})`] : [];
     });
-    return told.length ? `Gates by expert: ${told.join(", ")}.` : "No expert was chosen.";
+    return chosen.length ? `Gates by expert: ${chosen.join(", ")}.` : "No expert was chosen.";
   }
 
   #table() {
