@@ -1,4 +1,4 @@
-"""The number of steps of a run. A time budget decides it first by measured speed, and revises it once.
+"""The number of steps of a run. A time budget decides it first by measured speed, and revises it as time passes.
 
 The learning rate is a function of progress, which rises linearly from 0 to 1 over the steps; after a revision it
 continues linearly to 1 at the new end. The schedule therefore never jumps, and at a steady speed it is nearly that of
@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 SHARE_OF_STEPS = 0.85
 """The share of the time planned for steps before validation, samples and checkpoints have been timed."""
-REVISED_AT = 0.3
-"""The share of the time after which the number of steps is revised: late enough to have timed validations and samples,
-early enough to leave the learning rate most of its way."""
+POINTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+"""Shares of the time, and of the steps, at which the number of steps is revised."""
 COLD, ENOUGH = 3, 5
 """The first steps of a session, which are not timed; how many timed steps it takes to judge its speed."""
-AIM = 0.97
-"""The share of the time that the revision aims to use. A run that becomes slower after it ends by the clock."""
+AIM, TOLERANCE = 0.97, 0.05
+"""The share of the time that a decision aims to use; the share of the remaining time by which a run may miss that
+before its number of steps is changed."""
 
 
 class Between(NamedTuple):
@@ -100,17 +100,17 @@ class Budget:
             for name, what in between.items()
         }
         at_end = math.fsum(cost.values())
-        due = math.fsum(cost[name] for name, what in between.items() if what.every and not step % what.every)
-        next_step = max(self._steps[-ENOUGH:], default=0.0)
-        if gone + due + next_step + at_end >= self.seconds:
+        if gone + at_end >= self.seconds:
             return Decision(step, step, gone)
-        # A revision because half of the steps were made too soon may rest on few of them, so it is not the last.
-        revised = len(self.decisions) > 1 and not last.extends and last.seconds >= REVISED_AT * self.seconds
-        early = gone - last.seconds < REVISED_AT * (self.seconds - last.seconds) and 2 * step < last.steps
-        if revised or early or len(self._steps) < ENOUGH:
+        due = any(
+            last.seconds < share * self.seconds <= gone or last.step < share * last.steps <= step for share in POINTS
+        )
+        if not due or len(self._steps) < ENOUGH:
             return None
         rate = pace + math.fsum(cost[name] / (what.every or math.inf) for name, what in between.items())
         left = AIM * self.seconds - gone - at_end
+        if abs(left - rate * (last.steps - step)) <= TOLERANCE * (self.seconds - gone):
+            return Decision(step, last.steps, gone)
         return Decision(step, step + max(1, int(left / rate)), gone)
 
     def take(self, decision: Decision) -> None:
