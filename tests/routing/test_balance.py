@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from fractions import Fraction
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +13,7 @@ from torch import Tensor
 from expert_threshold.routing import Observation, TokenChoice
 from expert_threshold.routing.balance import move_bias, normalised_load
 from expert_threshold.routing.observation import observe
-from expert_threshold.routing.token_choice import BiasState
+from expert_threshold.routing.token_choice import Balance, BiasState
 
 
 def observed(load: list[int]) -> Observation:
@@ -56,7 +60,7 @@ def test_normalised_load_is_one_under_balance_and_where_nothing_was_routed(
 )
 def test_biases_move_against_the_load_by_its_sign_or_in_proportion(proportional: bool, expected: list[float]) -> None:
     bias = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    moved = move_bias(bias, observed([5, 4, 3, 0]), rate=0.1, proportional=proportional)
+    moved = move_bias(bias, torch.tensor([5, 4, 3, 0]), rate=0.1, proportional=proportional)
     torch.testing.assert_close(moved, bias + 0.1 * torch.tensor(expected, dtype=torch.float32))
 
 
@@ -96,3 +100,29 @@ def test_biases_bring_a_skewed_router_into_balance(balance: str) -> None:
     after = rule.route(skewed(1), state, training=False).observation.load_spread
     assert before > 2
     assert after < 1.15
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.25, 8.0])
+@pytest.mark.parametrize("balance", ["aux", "loss_free"])
+def test_beyond_its_capacity_an_expert_drops_the_smallest_gates_in_training_and_balance_counts_every_choice(
+    balance: Balance, factor: float
+) -> None:
+    scores = torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(1)).round(decimals=1)  # with ties
+    scores[..., 0] += 1
+    plain = TokenChoice(4, 2, balance=balance, gate="softmax", over="scores")
+    bounded = replace(plain, capacity_factor=factor)
+    everything, kept = (rule.route(scores, plain.init(), training=True) for rule in (plain, bounded))
+    gates, chosen = everything.gates.flatten(0, 1), everything.assignment.flatten(0, 1)
+    capacity = math.ceil(Fraction(str(factor)) * 21 * 2 / 4)
+    expected = torch.zeros_like(chosen)
+    for expert in range(4):
+        tokens = sorted(chosen[:, expert].nonzero().flatten().tolist(), key=lambda t: (-gates[t, expert], t))
+        expected[tokens[:capacity], expert] = True
+    assert torch.equal(kept.assignment.flatten(0, 1), expected)
+    assert torch.equal(kept.gates, everything.gates)
+    assert kept.observation.raw_load.tolist() == chosen.sum(0).tolist()
+    if balance == "aux":
+        assert torch.equal(kept.loss, everything.loss)  # type: ignore[arg-type]
+    moved = [rule.update(plain.init(), routing.observation) for rule, routing in ((plain, everything), (bounded, kept))]
+    assert torch.equal(moved[0].bias, moved[1].bias)
+    assert torch.equal(bounded.route(scores, plain.init(), training=False).assignment, everything.assignment)

@@ -6,8 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .observation import Observation
-
 
 def auxiliary_loss(gates: Tensor, load: Tensor, *, strength: float) -> Tensor:
     """Return α Σ_i f_i P_i (paper, Related Work, Load Balancing), differentiable through the gates alone.
@@ -35,7 +33,7 @@ def over_ranks(load: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return load
 
 
-def move_bias(bias: Tensor, observation: Observation, *, rate: float, proportional: bool) -> Tensor:
+def move_bias(bias: Tensor, load: Tensor, *, rate: float, proportional: bool) -> Tensor:
     """Return b_i + u · sign(1 − f_i), or b_i + u · (1 − f_i) (paper, Related Work, Load Balancing)."""
-    error = 1 - normalised_load(observation.load)
+    error = 1 - normalised_load(load)
     return bias + rate * (error if proportional else error.sign())

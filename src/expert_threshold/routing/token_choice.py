@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..option import Count, NonNegative, NonNegativeInt, Positive, option
 from .balance import auxiliary_loss, move_bias, over_ranks
+from .cutoffs import as_ratio
 from .gates import NULL_SCORES, Gate, Over, Valued, shares_of
 from .observation import Observation, Routing, observe
 from .rule import Rule, Scope, Window
@@ -43,7 +44,8 @@ class TokenChoice(Valued):
 
     Experts form num_groups groups in their order. The value of a group is the sum of the two largest s + b in it, and
     the groups_per_token best ones count (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). docs/routing.md lists the
-    options of published models.
+    options of published models. With a capacity_factor F, training keeps the ⌈F · T · k / E⌉ largest gates of each
+    expert among the T tokens of a micro-batch and drops the rest (GShard; Switch, arXiv:2101.03961, Eq. 3).
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
@@ -68,6 +70,11 @@ class TokenChoice(Valued):
     num_groups: Count = option(1, "Number of groups of experts, of equal size.")
     groups_per_token: Count = option(1, "Number of groups from which a token's experts may come.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
+    capacity_factor: Positive | None = option(
+        None,
+        "Most tokens that an expert keeps in training, over the mean load of the micro-batch; the smallest gates are "
+        "dropped. Omit to drop none.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,14 +98,23 @@ class TokenChoice(Valued):
         tokens, experts = scores[..., 0].numel(), self.num_experts
         values = self.values_of(scores)
         biased = self._in_best_groups((values + state.bias).reshape(tokens, experts))
-        assignment = _best(biased, self.experts_per_token).reshape(values.shape)
-        gates = self.gates_of(scores, assignment)
-        observation = observe(scores, assignment, gates, target=tokens * self.experts_per_token / experts)
+        chosen = _best(biased, self.experts_per_token).reshape(values.shape)
+        gates = self.gates_of(scores, chosen)
+        assignment = self._kept(chosen, gates.detach()) if training and self.capacity_factor else chosen
+        raw_load = {"raw_load": chosen.flatten(0, -2).sum(0)} if self.capacity_factor else {}
+        target = tokens * self.experts_per_token / experts
+        observation = observe(scores, assignment, gates, target=target, **raw_load)
         loss = None
         if training and self.balance in ("aux", "global_aux"):
-            load = over_ranks(observation.load, group if self.balance == "global_aux" else None)
+            load = over_ranks(_chosen(observation), group if self.balance == "global_aux" else None)
             loss = auxiliary_loss(shares_of(self.gate, self.without_nulls(scores)), load, strength=self.aux_strength)
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation, loss=loss)
+
+    def _kept(self, chosen: Tensor, gates: Tensor) -> Tensor:
+        """Return the chosen pairs (batch, time, experts) within the capacity of their expert, by the largest gates."""
+        rows = gates.masked_fill(~chosen, -1).reshape(1, -1, self.num_experts)  # gates are not negative
+        (last,) = kth_largest(rows, [self.max_load(rows.shape[1], training=True) or 0])
+        return chosen & take(rows, last).reshape(chosen.shape)
 
     def _in_best_groups(self, biased: Tensor) -> Tensor:
         """Return the values (tokens, experts), −∞ for experts outside the best groups of their token."""
@@ -114,7 +130,7 @@ class TokenChoice(Valued):
         if not self._moves_biases:
             return state
         proportional = self.balance == "loss_free_proportional"
-        return BiasState(move_bias(state.bias, observation, rate=self.bias_rate, proportional=proportional))
+        return BiasState(move_bias(state.bias, _chosen(observation), rate=self.bias_rate, proportional=proportional))
 
     @property
     def _moves_biases(self) -> bool:
@@ -123,16 +139,27 @@ class TokenChoice(Valued):
     @property
     def label(self) -> str:
         groups = "" if self.num_groups == 1 else f" {self.groups_per_token} of {self.num_groups} groups"
-        return _LABELS[self.balance] + self.label_of_gates() + groups
+        capacity = f" ≤ {self.capacity_factor:g}" if self.capacity_factor else ""
+        return _LABELS[self.balance] + self.label_of_gates() + groups + capacity
 
     def scope(self, training: bool) -> Scope:
-        return "token"
+        return "batch" if training and self.capacity_factor else "token"
 
     def pool_scope(self) -> Scope | None:
-        return {"aux": "batch", "global_aux": "global"}.get(self.balance)  # type: ignore[return-value]
+        capacity: Scope | None = "batch" if self.capacity_factor else None
+        return {"aux": "batch", "global_aux": "global"}.get(self.balance, capacity)  # type: ignore[return-value]
 
     def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int:
         return tokens * self.experts_per_token
+
+    def max_load(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
+        return self.load_bounds(tokens)[1] if training and self.capacity_factor else None  # type: ignore[index]
+
+    def load_bounds(self, tokens: int) -> tuple[int, int] | None:
+        if self.capacity_factor is None:
+            return None
+        factor, unit = as_ratio(self.capacity_factor)
+        return 0, min(-(-tokens * self.experts_per_token * factor // (self.num_experts * unit)), tokens)
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
         """Return the tokens over which load is measured."""
@@ -145,6 +172,12 @@ class TokenChoice(Valued):
 
     def describe(self, state: BiasState) -> dict[str, Tensor]:
         return {"bias": state.bias} if self._moves_biases else {}
+
+    def measure(self, state: BiasState, observation: Observation) -> dict[str, Tensor]:
+        """Return `dropped`, the share of each expert's tokens beyond its capacity, if it is limited."""
+        if self.capacity_factor is None:
+            return {}
+        return {"dropped": 1 - observation.load / observation.raw_load.clamp(min=1)}
 
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:
@@ -181,7 +214,16 @@ class TokenChoice(Valued):
                 null_scores=3,
             ),
         }
-        return some | gates | {"all of them": cls(6, 6)} | published | groups | nulls
+        capacity = {
+            f"capacity, {balance}": cls(6, 2, gate="softmax", balance=balance, capacity_factor=1.25)
+            for balance in ("none", "aux", "loss_free")
+        }
+        return some | gates | {"all of them": cls(6, 6)} | published | groups | nulls | capacity
+
+
+def _chosen(observation: Observation) -> Tensor:
+    """Return the loads before any token is dropped, (experts,), which balancing acts on."""
+    return observation.sums.get("raw_load", observation.load)
 
 
 def _best(values: Tensor, k: int) -> Tensor:
