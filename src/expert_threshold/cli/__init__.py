@@ -32,6 +32,7 @@ COMMANDS = {
     "sweep": Entry("sweep", "search learning rates and other options of each method for the least loss"),
     "recipes": Entry("recipes", "list the paper's runs with their reported results"),
     "analyze": Entry("analyze", "draw every figure of the paper from run folders"),
+    "audit": Entry("audit", "audit the experts and the causality of any language model, ours or of transformers"),
     "calibrate": Entry("calibrate", "set a trained model's cutoffs, for any rate, without training"),
     "upcycle": Entry("upcycle", "initialize a Mixture-of-Experts run from a dense one"),
     "export": Entry("export", "export a trained model to a folder for Hugging Face transformers"),

@@ -50,10 +50,12 @@ def clamp(cutoff: Tensor, at_least: Cut, at_most: Cut) -> Cut:
 def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = None) -> list[Cut]:
     """Return the cuts that take exactly k tokens, one for every k in `ks`; ties go to the lower (rank, index).
 
-    scores: (pools, tokens, experts) float32 without NaN; every k between 0 and the pool's tokens. With a `group` there
-    is one pool, spread over the group's ranks, evenly or not. The cuts are (pools, experts); indices are local.
+    scores: (pools, tokens, experts) float32 without NaN, without a group also float64, more slowly; every k between 0
+    and the pool's tokens. With a `group` there is one pool, spread over the group's ranks, evenly or not. The cuts are
+    (pools, experts); indices are local.
     """
-    assert scores.dtype == torch.float32, f"scores must be float32, not {scores.dtype}"
+    known = (torch.float32, torch.float64) if group is None else (torch.float32,)
+    assert scores.dtype in known, f"scores must be float32, not {scores.dtype}"
     if group is not None:
         assert len(scores) == 1, "a pool across ranks is one pool"
         return [Cut(*cut) for cut in zip(*_kth_largest_over_ranks(scores, ks, group), strict=True)]
@@ -63,6 +65,8 @@ def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | No
 @torch.library.custom_op("expert_threshold::kth_largest", mutates_args=())
 def _kth_largest(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
     """Return scores and indices of the k-th largest, both (ks, pools, experts); opaque to the compiler."""
+    if scores.dtype != torch.float32:
+        return _kth_largest_by_sorting(scores, ks)
     if runs_on_kernels(scores):
         from . import radix
 

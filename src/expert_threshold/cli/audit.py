@@ -1,0 +1,89 @@
+"""`et audit`: the use of experts in any causal language model, and whether it is causal, from text alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+
+from ..analysis.audit import LEAST, audit
+from ..analysis.audit_page import audit_page
+from ..analysis.figures.style import style
+from ..data import embedded, open_held_out
+from ..files import replace_file
+from ..integrations.audit import load_any
+from ..option import Bounds
+from ..train.device import pick_device, pick_dtype
+from ..train.log import Display
+from .options import COMPUTE, STEP, Option, parse_all
+
+OPTIONS = [
+    Option(
+        "model",
+        str,
+        None,
+        "A run folder, or a model of transformers: a folder or a name.",
+        positional=True,
+        required=True,
+    ),
+    Option(
+        "text",
+        str,
+        None,
+        "A text: .txt, .jsonl or .parquet. Several texts are compared. Defaults to embedded code and docs.",
+        many=True,
+    ),
+    Option("tokens", Annotated[int, Bounds(least=LEAST)], 32_768, "Tokens to measure loads on."),
+    Option("training", bool, False, "Route as in training, without dropout."),
+    Option("page", str | None, None, "A file to write a page to, as HTML."),
+    Option("json", bool, False, "Print one JSON object instead of the verdict."),
+    STEP,
+    *COMPUTE,
+]
+DESCRIPTION = (
+    "Audit a causal language model from text alone: the loads, fanout, drift and pairs of its experts, and causality. "
+    "Later tokens, neighbours in the batch, padding and the chunks of the prefill are changed; logits and experts that "
+    "may not change are compared. Prints one line. The exit code is 1 if the model is not causal."
+)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Print the verdict."""
+    options = parse_all("et audit", DESCRIPTION, OPTIONS, arguments)
+    texts: Mapping[str, Iterable[str]] = {
+        name: open_held_out(name).documents("validation") for name in options["text"] or ()
+    } or _embedded()
+    page = None if options["page"] is None else Path(options["page"])
+    if page is not None:
+        with style():  # which needs matplotlib
+            pass
+        if page.is_dir() or not page.parent.is_dir():
+            raise ValueError(f"--page {page}: not a file in an existing folder; name another")
+    device = pick_device(options["device"])
+    model, tokenizer = load_any(options["model"], options["step"], device, pick_dtype(options["dtype"], device))
+    with Display(Console(stderr=True), name=options["model"]) as display:
+        found = audit(
+            model,
+            tokenizer,
+            texts,
+            tokens=options["tokens"],
+            training=options["training"],
+            name=options["model"],
+            progress=display.task,
+        )
+    if page is not None:
+        replace_file(page, audit_page(found).encode())
+    print(json.dumps(found.to_dict()) if options["json"] else found.verdict)
+    if found.leaks:
+        raise SystemExit(1)
+
+
+def _embedded() -> dict[str, list[str]]:
+    """Return the held-out part of the embedded corpus, code and prose apart."""
+    texts: dict[str, list[str]] = {}
+    for name, text in embedded.documents()[1]:
+        texts.setdefault("code" if name.endswith(".py") else "docs", []).append(text)
+    return texts
