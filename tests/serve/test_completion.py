@@ -154,6 +154,21 @@ def test_a_bad_field_is_named(fields: dict[str, Any], status: int, param: str, p
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"suffix": "x"}, "suffix='x' is not supported; leave it out"),
+        ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} is not supported; leave it out"),
+        ({"presence_penalty": 0.5}, "presence_penalty=0.5 is not supported; leave it out"),
+        ({"stop": ["a", 1]}, "stop=['a', 1] must be a string or a list of strings"),
+        ({"": 1}, "unknown field ''"),
+    ],
+)
+def test_a_bad_field_is_told_in_plain_words(fields: dict[str, Any], message: str, parser: Parser) -> None:
+    """pydantic counted the items of a dictionary after validation, and named an empty field by its value."""
+    assert refusal(parser, **fields).message == message
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b'{"model": "small", "temperature": NaN}',

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
 import json
 import math
@@ -12,7 +11,6 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,20 +21,15 @@ pytest.importorskip("starlette", reason="the server's packages are not installed
 pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install openai")
 
-from cases import RULES, small_model, small_tokenizer, write_run  # noqa: E402
-from commands import Refused  # noqa: E402
+from cases import RULES, small_model, small_tokenizer  # noqa: E402
 from expert_threshold.data import Tokenizer  # noqa: E402
 from expert_threshold.generate import decoder, generate  # noqa: E402
 from expert_threshold.generate.engine import Engine  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
 from expert_threshold.moe import Router  # noqa: E402
-from expert_threshold.routing import ExpertChoice, Routing, Rule, observe  # noqa: E402
+from expert_threshold.routing import ExpertChoice, Routing, observe  # noqa: E402
 from expert_threshold.serve.connections import bind, url  # noqa: E402
-from expert_threshold.serve.worker import (  # noqa: E402
-    Limits,
-    Worker,
-    require_independent,
-)
+from expert_threshold.serve.worker import Limits, Worker  # noqa: E402
 from served import PATIENCE, Reply, Served, ask, connect, hung, served, until  # noqa: E402
 
 PROMPT = "the cat sat"
@@ -262,28 +255,6 @@ def test_with_pools_instead_of_cutoffs_the_text_depends_on_the_company(monkeypat
     with mock.patch.object(Router, "infer", pooled(rule, 16)), served(model, engine={"slots": 9}) as server:
         alone, together = choices(server, together=False), choices(server, together=True)
     assert [choice["text"] for choice in alone] != [choice["text"] for choice in together]
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_every_rule_is_served_that_routes_a_token_by_itself(rule: Rule | None) -> None:
-    require_independent(small_model(rule))
-
-
-@pytest.mark.parametrize("pool", ["sequence", "batch"])
-def test_a_run_that_routes_by_pools_in_inference_is_refused(
-    pool: Any, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small_model(ExpertChoice(4, 1, pool=pool))
-    run = write_run(tmp_path / "run", model)
-    in_training = functools.partial(ExpertChoice.route, training=True)
-
-    def by_pool(self: ExpertChoice, scores: Any, state: Any, **options: Any) -> Any:
-        return in_training(self, scores, state)
-
-    monkeypatch.setattr(ExpertChoice, "route", by_pool)
-    with pytest.raises(ValueError, match=r"rule ExpertChoice of layer \d routes tokens by a pool"):
-        require_independent(model)
-    refused(["serve", run.path, "--port", 0], "serve a run whose rule looks at no other text")
 
 
 # Limits.

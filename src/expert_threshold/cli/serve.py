@@ -18,7 +18,7 @@ from ..install import install
 from ..model import GPT
 from ..option import Bounds, Count
 from ..runs import RunFolder, load_model
-from ..serve.worker import Limits, Worker, require_independent
+from ..serve.worker import Limits, Worker
 from ..train.checks import require_few
 from ..train.device import pick_device, pick_dtype
 from .options import COMPUTE, STEP, Option, field_options, parse_all
@@ -100,7 +100,6 @@ def run(arguments: Sequence[str]) -> None:
 def _open(path: str, step: int | None, options: Mapping[str, Any]) -> tuple[GPT, Engine]:
     device = pick_device(options["device"])
     model, tokenizer = load_model(path, step, device, pick_dtype(options["dtype"], device))
-    require_independent(model)
     return model, Engine(model, tokenizer, slots=options["slots"], strict=options["strict"])
 
 

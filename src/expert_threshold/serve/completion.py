@@ -46,6 +46,24 @@ Fields = dict[str, tuple[Any, Any]]
 """Name -> type and default of a field of a request, for pydantic."""
 
 
+ZERO = (float | None, Field(None, ge=0, le=0))
+NEUTRAL: Fields = {
+    "presence_penalty": ZERO,
+    "frequency_penalty": ZERO,
+    "min_p": ZERO,
+    "repetition_penalty": (float | None, Field(None, ge=1, le=1)),
+    "logit_bias": (dict[str, Any] | None, Field(None, max_length=0)),
+    "suffix": (str | None, Field(None, max_length=0)),
+}
+"""Fields of OpenAI and vLLM that are not supported, with the values that change nothing and are accepted."""
+
+MUST = dict.fromkeys(NEUTRAL, "is not supported; leave it out") | {
+    "prompt": "must be a string, a list of strings, a list of token ids, or a list of those",
+    "stop": "must be a string or a list of strings",
+}
+"""What fields must be, where pydantic would describe a neutral value, or one of several types."""
+
+
 def sampling_fields(limits: Limits, context: int, dial: float | None) -> Fields:
     """Return the fields that sampling a text has. dial: the largest rate; None where the rate is fixed."""
     most = min(limits.output_tokens or context, context)
@@ -65,7 +83,7 @@ def request_model(name: str, fields: Fields) -> type[BaseModel]:
 
 def completion_model(name: str, limits: Limits, context: int, dial: float | None) -> type[BaseModel]:
     """Return the model of a completion request. It omits the limits on prompts and on stop strings together."""
-    flag, zero = (bool | None, None), (float | None, Field(None, ge=0, le=0))
+    flag = (bool | None, None)
     stream_options = dict.fromkeys(("include_usage", "include_obfuscation", "continuous_usage_stats"), flag)
     return request_model(
         "CompletionRequest",
@@ -81,14 +99,8 @@ def completion_model(name: str, limits: Limits, context: int, dial: float | None
             "stream_options": (request_model("StreamOptions", stream_options) | None, None),
             "echo": flag,
             "user": (str | None, None),
-            # Fields of OpenAI and vLLM that are not supported, with the neutral values that are accepted.
             "best_of": (int | None, None),
-            "presence_penalty": zero,
-            "frequency_penalty": zero,
-            "logit_bias": (dict[str, Any] | None, Field(None, max_length=0)),
-            "suffix": (str | None, Field(None, max_length=0)),
-            "repetition_penalty": (float | None, Field(None, ge=1, le=1)),
-            "min_p": zero,
+            **NEUTRAL,
             "ignore_eos": flag,
         },
     )
@@ -103,17 +115,17 @@ def validated(model: type[BaseModel], body: bytes) -> Any:
     except ValidationError as refused:
         error = refused.errors(include_url=False)[0]
     kind, place, must = error["type"], error["loc"], error["msg"].removeprefix("Input ")
-    param = ".".join(map(str, place[: 2 if place[:1] == ("stream_options",) else 1])) or str(error["input"])
+    param = ".".join(map(str, place[: 2 if place[:1] == ("stream_options",) else 1])) if place else str(error["input"])
     if kind == "missing":
         raise ApiError(400, f"the field {param} is missing", param=param, code="missing_field")
     if kind in ("extra_forbidden", "string_unicode"):  # the latter for a name that is no text
         raise ApiError(400, f"unknown field {shown(param)}", param=param[:60], code="unknown_field")
-    if param == "prompt":  # the error is about one of the types that it may have
-        must = "must be a string, a list of strings, a list of token ids, or a list of those"
     if kind == "none_required":
         must = "is not supported by this model, which has no cutoffs or no sketch of its scores; leave it out"
         raise invalid(param, error["input"], must, code="unsupported")
-    raise invalid(param, error["input"], must, code="invalid_type" if kind.endswith("_type") else "out_of_range")
+    code = "invalid_type" if kind.endswith("_type") else "unsupported" if param in NEUTRAL else "out_of_range"
+    value = fields[param] if param in MUST else error["input"]
+    raise invalid(param, value, MUST.get(param, must), code=code)
 
 
 class Completion(NamedTuple):
