@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from cases import et
-from commands import Options, Refused, edit, lines, write_lines
-from expert_threshold.data import Tokenizer, open_source, public, token_files
+from commands import Options, Refused, lines, write_lines
+from expert_threshold.data import Tokenizer, open_source, public
 from expert_threshold.data.public import VARIABLE
 from expert_threshold.runs import RunFolder
 
@@ -161,23 +161,6 @@ def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_i
     refused([*train, tmp_path / "twice.parquet"], "several columns text_field='text'")
 
 
-def test_a_second_kill_loses_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index was emptied when tokenizing went on, and written with the next new part."""
-    shards = write_shards(tmp_path / "text")
-    assert et("data", "tokenizer", shards, "--vocab-size", 270) == 0
-    assert et("data", "tokenize", shards, "--out", tmp_path / "tokens") == 0
-    index = tmp_path / "tokens" / "train.jsonl"
-    with edit(tmp_path / "tokens" / "tokens.json") as manifest:
-        manifest["finished"] = False
-    kept = "".join(index.read_text().splitlines(keepends=True)[:2])
-    index.write_text(kept)
-    there: list[str] = []
-    monkeypatch.setattr(token_files, "_read", lambda *_: there.append(index.read_text()) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        et("data", "tokenize", shards, "--out", tmp_path / "tokens")
-    assert there[0] == kept
-
-
 def test_a_data_set_of_the_hub_is_downloaded_into_a_folder_to_train_on(
     world: None, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,4 +224,4 @@ def test_what_cannot_be_done_is_refused(
     refused(["data", "tokenizer"], "vocab_size=65536 is too large for this text")
     refused(["data", "tokenize"], "no tokenizer.json beside fineweb-edu; make one with et data tokenizer")
     (cache / "fineweb-edu" / "tokenizer.json").write_text("{}")
-    refused(["data", "tokenizer"], "is not a tokenizer")
+    refused(["data", "tokenizer"], "no tokenizer of expert-threshold")

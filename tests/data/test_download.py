@@ -11,17 +11,17 @@ import json
 import random
 import sys
 import threading
-import urllib.request
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from expert_threshold.data import public
-from expert_threshold.data.public import VARIABLE, _Encrypted, cache_folder, download, fetch, require_writable
+from expert_threshold.data.public import VARIABLE, cache_folder, download, fetch, require_writable
 
 hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub: pip install -e '.[hub]'")
 hub_constants = importlib.import_module("huggingface_hub.constants")
@@ -224,10 +224,13 @@ def test_a_single_file_is_whole_or_absent(fault: str, server: Server, tmp_path: 
     assert (tmp_path / "a").read_bytes() == CONTENT
 
 
-def test_a_redirect_from_https_to_http_is_refused() -> None:
-    request = urllib.request.Request("https://a/b")
-    with pytest.raises(http.client.HTTPException, match="redirects to http://a/b, which is not https"):
-        _Encrypted().redirect_request(request, None, 302, "Found", {}, "http://a/b")
+def test_a_redirect_from_https_to_http_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = mock.MagicMock(url="http://a/b")
+    reply.__enter__.return_value = reply
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: reply)
+    with pytest.raises(ValueError, match="redirects to http://a/b, which is not https"):
+        fetch("https://a/b", tmp_path / "b")
+    assert left_over(tmp_path) == []
 
 
 # The data sets.

@@ -122,20 +122,13 @@ def test_a_damaged_tokenizer_file_is_refused_in_one_line(tokenizer: Tokenizer, t
     path = tmp_path / "tokenizer.json"
     tokenizer.save(path)
     content = path.read_text(encoding="utf-8")
-    record = json.loads(content)
-    damaged = {
-        "not JSON": content[: len(content) // 2].encode(),
-        'no "format"': b"[1, 2]",
-        'no "format" ': b'{"model": {"type": "BPE"}}',
-        "not JSON ": b"\xff\xfe\x00",
-        "not JSON  ": b"[" * 100_000,
-        "version 7": json.dumps(record | {"version": 7}).encode(),
-        "is damaged": content.replace('"th"', '"ht"').encode(),
-        "is damaged ": json.dumps(record | {"merges": record["merges"][:-1]}).encode(),
-    }
-    for reason, data in damaged.items():
+    damaged = [
+        content[: len(content) // 2], "[1, 2]", '{"model": {"type": "BPE"}}', "[" * 100_000,
+        content.replace('"th"', '"ht"'), content.replace("[sdmt]", "[sdm]"),
+    ]  # fmt: skip
+    for data in [*(text.encode() for text in damaged), b"\xff\xfe\x00"]:
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=reason.strip()) as caught:
+        with pytest.raises(ValueError, match="is damaged or no tokenizer of expert-threshold") as caught:
             Tokenizer.load(path)
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)

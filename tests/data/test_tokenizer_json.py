@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def theirs(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
-    tokenizer.save_tokenizer_json(path)
+    tokenizer.save(path)
     return tokenizers.Tokenizer.from_file(str(path))
 
 
@@ -90,13 +90,8 @@ def test_a_million_blanks_are_encoded(tokenizer: Tokenizer, theirs: Any) -> None
 
 
 def test_loading_gives_our_tokenizer_back(tokenizer: Tokenizer, theirs: Any, tmp_path: Path) -> None:
-    tokenizer.save_tokenizer_json(tmp_path / "tokenizer.json")
-    tokenizer.save(tmp_path / "ours.json")
-    Tokenizer.load(tmp_path / "tokenizer.json").save(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "ours.json").read_bytes()
     theirs.save(str(tmp_path / "tokenizer.json"))  # as transformers writes it
-    Tokenizer.load(tmp_path / "tokenizer.json").save(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "ours.json").read_bytes()
+    assert Tokenizer.load(tmp_path / "tokenizer.json").hash == tokenizer.hash
 
 
 @pytest.mark.parametrize(
@@ -115,11 +110,11 @@ def test_a_tokenizer_json_with_other_encoding_rules_is_refused_in_one_line(
     tokenizer: Tokenizer, tmp_path: Path, change: Callable[[Any], object]
 ) -> None:
     path = tmp_path / "tokenizer.json"
-    tokenizer.save_tokenizer_json(path)
+    tokenizer.save(path)
     content = json.loads(path.read_bytes())
     change(content)
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer of ours") as caught:
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged or no tokenizer of expert-threshold") as caught:
         Tokenizer.load(path)
     assert "\n" not in str(caught.value)
 

@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import expand
+from ..files import expand, new_folder, replacing
 from ..install import install
 from .files import SUFFIXES, kind
 
@@ -161,28 +161,19 @@ def _hub_errors(dataset: str) -> Iterator[Any]:
         ) from error
 
 
-class _Encrypted(urllib.request.HTTPRedirectHandler):
-    """Follows redirects, but not from https to http."""
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        if req.type == "https" and not newurl.startswith("https://"):
-            raise http.client.HTTPException(f"it redirects to {newurl}, which is not https")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
 def fetch(url: str, path: Path, progress: Progress = lambda done, total: None) -> None:
     """Download one file. Raises ValueError if the server is unreachable, refuses it, or ends early."""
-    part = path.with_name(f".part-{path.name}")
     try:
-        opener = urllib.request.build_opener(_Encrypted)
-        with opener.open(url, timeout=TIMEOUT) as response, part.open("wb") as file:
+        with replacing(path) as part, urllib.request.urlopen(url, timeout=TIMEOUT) as response, part.open("wb") as file:
+            if url.startswith("https:") and not response.url.startswith("https:"):
+                raise http.client.HTTPException(f"it redirects to {response.url}, which is not https")
             if (size := int(response.headers.get("Content-Length", 0))) == 0:
                 raise http.client.HTTPException("the server does not state its size")
             while chunk := response.read(1 << 20):
                 file.write(chunk)
                 progress(file.tell(), size)
-        if (arrived := part.stat().st_size) != size:
-            raise http.client.HTTPException(f"{arrived} bytes arrived instead of {size}")
+            if file.tell() != size:
+                raise http.client.HTTPException(f"{file.tell()} bytes arrived instead of {size}")
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -190,7 +181,6 @@ def fetch(url: str, path: Path, progress: Progress = lambda done, total: None) -
         raise ValueError(
             f"{url} cannot be downloaded ({reason}): check the network and try again, or put it in {path.parent}"
         ) from None
-    os.replace(part, path)
 
 
 def fineweb_edu_shards(cache: Path, shards: int) -> list[Path]:
@@ -259,16 +249,16 @@ def core_bundle() -> Path | None:
 
 def unzip(archive: Path, folder: Path, top: str) -> None:
     """Unpack the archive's folder `top` as `folder`, atomically. Raises ValueError if it is damaged or has no `top`."""
-    temporary = folder.with_name(f".part-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with zipfile.ZipFile(archive) as file:
-            if sum(member.file_size for member in file.infolist()) > MOST_BYTES:
+        with zipfile.ZipFile(archive) as file, new_folder(folder) as temporary:
+            members = [member for member in file.infolist() if member.filename.startswith(f"{top}/")]
+            if not members:
+                raise ValueError(f"it has no folder {top}")
+            if sum(member.file_size for member in members) > MOST_BYTES:
                 raise ValueError(f"it would unpack into more than {MOST_BYTES >> 30} GiB")
-            file.extractall(temporary)  # checks contents, stays inside the folder and makes no links
-        if not (temporary / top).is_dir():
-            raise ValueError(f"it has no folder {top}")
+            for member in members:
+                member.filename = member.filename.removeprefix(f"{top}/")
+                if member.filename:
+                    file.extract(member, temporary)  # checks the content, and stays inside the folder
     except (ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{archive} cannot be unpacked ({error}): delete it and download it again") from None
-    os.replace(temporary / top, folder)
-    shutil.rmtree(temporary)

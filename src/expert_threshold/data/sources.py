@@ -12,9 +12,9 @@ from ..files import expand
 from ..option import Bounds, Count, option, require_valid
 from . import embedded, files
 from .public import FINEWEB_EDU, downloaded_fineweb_edu
-from .token_files import MANIFEST, TOKENIZER, TokenParts, read_manifest
+from .token_files import MANIFEST, TOKENIZER, open_tokens
 from .tokenizer import Tokenizer
-from .tokens import Parts, TextParts, id_type
+from .tokens import Parts, TextParts
 
 EMBEDDED = "embedded"
 
@@ -222,11 +222,7 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
 
 
 def _open_tokens(name: str, folder: Path) -> Corpus:
-    manifest = read_manifest(folder)
-    ours = Tokenizer.load(folder / TOKENIZER)
-    if ours.hash != manifest["tokenizer"]:
-        raise ValueError(f"{folder / TOKENIZER} is not the one its tokens were made with: restore it from a copy")
-    parts = {split: TokenParts(folder, split, id_type(ours.vocab_size)) for split in SPLITS}
+    manifest, ours, parts = open_tokens(folder)
 
     def with_tokenizer(split: Split, tokenizer: Tokenizer) -> Parts:
         if tokenizer.hash != ours.hash:

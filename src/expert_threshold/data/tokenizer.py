@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +39,6 @@ PATTERN = "|".join(
 
 _WORD_ENDS = re.compile(r"(?<=[A-Za-z])(?=\W)")
 
-_FORMAT = "expert-threshold-tokenizer"
-_VERSION = 1
 THREADS = min(8, os.cpu_count() or 1)
 """Threads that tokenize when nothing else needs the processor."""
 
@@ -85,12 +82,11 @@ class Tokenizer:
     `tokens` holds the bytes of every id but `BOS`, to which no text encodes: "<|bos|>" in a text is ordinary.
     """
 
-    def __init__(self, tokens: Sequence[bytes], pattern: str = PATTERN) -> None:
+    def __init__(self, tokens: Sequence[bytes]) -> None:
         self._tokens = tuple(tokens)
-        self._pattern = pattern
         self._encoding = tiktoken.Encoding(
             "expert-threshold",
-            pat_str=pattern,
+            pat_str=PATTERN,
             mergeable_ranks={token: rank for rank, token in enumerate(self._tokens)},
             special_tokens={BOS: self.bos},
         )
@@ -121,7 +117,7 @@ class Tokenizer:
     @property
     def hash(self) -> str:
         """The sha256, in hex, which is equal for tokenizers that encode alike."""
-        digest = hashlib.sha256(self._pattern.encode())
+        digest = hashlib.sha256(PATTERN.encode())
         for token in self._tokens:
             digest.update(len(token).to_bytes(4, "little") + token)
         return digest.hexdigest()
@@ -155,48 +151,17 @@ class Tokenizer:
         return np.array([*map(len, self._tokens), 0], dtype=np.int32)
 
     def save(self, path: str | Path) -> None:
-        """Write one JSON file with the merges by rank, each byte as the Latin-1 character of the same code."""
-        content = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "pattern": self._pattern,
-            "special_tokens": {BOS: self.bos},
-            "merges": [token.decode("latin-1") for token in self._tokens[256:]],
-        }
-        Path(path).write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n", encoding="utf-8")
-
-    def save_tokenizer_json(self, path: str | Path) -> None:
         """Write a `tokenizer.json` for Hugging Face's `tokenizers`, which then encodes and decodes identically."""
-        content = to_tokenizer_json(self._tokens, self._pattern, BOS)
+        content = to_tokenizer_json(self._tokens, PATTERN, BOS)
         Path(path).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Load a file of `save` or `save_tokenizer_json`. Raises ValueError if it is neither, or was modified."""
+        """Load a file of `save`, even if `tokenizers` wrote it again. Raises ValueError if it encodes differently."""
         try:
-            content = json.loads(Path(path).read_bytes())
+            return cls(from_tokenizer_json(json.loads(Path(path).read_bytes()), PATTERN, BOS))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a tokenizer: it is not JSON ({error}); {_RESTORE}") from None
-        if isinstance(content, dict) and "pre_tokenizer" in content:
-            try:
-                return cls(*from_tokenizer_json(content, BOS))
-            except ValueError as error:
-                raise ValueError(f"{path} is not a tokenizer of ours: {error}") from None
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError(f'{path} is not a tokenizer: it has no "format": "{_FORMAT}"; {_RESTORE}')
-        if content.get("version") != _VERSION:
             raise ValueError(
-                f"{path} has tokenizer version {content.get('version')!r}, this release reads {_VERSION}: "
-                "use the release that wrote it"
-            )
-        if content.pop("sha256", None) != _digest(content):
-            raise ValueError(f"{path} is damaged: its content does not match its sha256; {_RESTORE}")
-        merges = [token.encode("latin-1") for token in content["merges"]]
-        return cls([bytes([byte]) for byte in range(256)] + merges, content["pattern"])
-
-
-_RESTORE = "restore it from a backup or train the tokenizer again"
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+                f"{path} is damaged or no tokenizer of expert-threshold ({error}); restore it from a backup, or train "
+                "the tokenizer again"
+            ) from None

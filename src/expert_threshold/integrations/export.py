@@ -52,7 +52,7 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
             "tokenizer_config.json": _tokenizer_config(model.config.context),
         }.items():
             write_synced(temporary / name, (to_json(content, indent=2) + "\n").encode())
-        tokenizer.save_tokenizer_json(temporary / "tokenizer.json")
+        tokenizer.save(temporary / "tokenizer.json")
         modeling = Path(__file__).with_name("transformers.py").read_text(encoding="utf-8")
         for name, text in {f"{MODELING}.py": modeling, **rule_files(model.config.rule)}.items():
             write_synced(temporary / name, text.encode())
