@@ -126,8 +126,7 @@ def test_saved_results_are_not_measured_again(
     (bundle / "eval_data" / "copy.jsonl").write_text('{"context": "a", "continuation": "b"}\n' * 3)
     assert et("evaluate", run, "--bundle", bundle) == 0
     assert asked == ["interrupted", "animals", "copy"]
-    (fewer,) = [core for core in read(run)["core"]["others"] if core["tasks"]["copy"]["rows"] == 3]
-    assert fewer["metric"] is not None
+    assert read(run)["core"] == before["core"]  # of more questions
     assert read(run)["validation"] == before["validation"]
     capsys.readouterr()
 
@@ -226,7 +225,7 @@ def test_an_evaluation_of_less_takes_nothing_from_one_of_more(
     assert full["metric"] is not None
     few = core("--max-per-task", 4)
     assert (few["max_per_task"], few["tasks"]["copy"]["rows"]) == (4, 4)
-    assert read(run)["core"] == full | {"others": [few]}
+    assert read(run)["core"] == full
     monkeypatch.setattr(results, "evaluate_task", None)  # everything is known
     assert core("--tasks", "animals") == core() == full
     assert core("--tasks", "copy", "--max-per-task", 4) == few
@@ -248,13 +247,9 @@ def test_core_of_few_questions_stands_before_single_tasks_of_all(runs: Path, bun
     assert et(*evaluate, "--max-per-task", 3) == 0
     few = read(run)["core"]
     assert et(*evaluate, "--tasks", "copy") == 0
-    saved = read(run)["core"]
-    (single,) = saved.pop("others")
-    assert saved == few
-    assert list(single["tasks"]) == ["copy"]
+    assert read(run)["core"] == few
     assert et(*evaluate) == 0
     assert read(run)["core"]["max_per_task"] is None
-    assert read(run)["core"]["others"] == [few]
 
 
 @pytest.mark.parametrize("changed", ["num_fewshot: [2]", "num_fewshot: [1]\n  continuation_delimiter: '-'"])
@@ -311,7 +306,7 @@ def test_harness_tasks_keep_the_saved_results_of_others(runs: Path) -> None:
 
 
 def test_a_core_belongs_to_one_bundle_and_its_tasks(
-    runs: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The CORE of a second bundle, of one task, stood beside the tasks of both, and an exported card repeated it."""
     run = runs / "threshold"
@@ -319,10 +314,10 @@ def test_a_core_belongs_to_one_bundle_and_its_tasks(
     (one / "core.yaml").write_text(CORE_YAML[: CORE_YAML.index("-\n  label: animals")])
     assert et("evaluate", run, "--bundle", bundle, "--no-validation") == 0
     both = read(run)["core"]
-    assert et("evaluate", run, "--bundle", one, "--no-validation") == 0
-    saved = read(run)["core"]
-    (single,) = saved.pop("others")
-    assert saved == both
+    capsys.readouterr()
+    assert et("evaluate", run, "--bundle", one, "--no-validation", "--json") == 0
+    single = json.loads(capsys.readouterr().out)[0]["core"]
+    assert read(run)["core"] == both
     assert single["tasks"].keys() == {"copy"}
     for core in (both, single):
         assert core["metric"] == pytest.approx(
@@ -330,7 +325,7 @@ def test_a_core_belongs_to_one_bundle_and_its_tasks(
         )
     monkeypatch.setattr(results, "evaluate_task", None)  # a task that both have is known
     assert et("evaluate", run, "--bundle", bundle, "--no-validation") == 0
-    assert read(run)["core"] == both | {"others": [single]}
+    assert read(run)["core"] == both
 
 
 def test_results_of_other_steps_and_dtypes_are_kept(

@@ -19,8 +19,6 @@ from .core import Scorer, TaskResult, centred, evaluate_task
 
 RESULTS = "evaluation.json"
 FORMAT, VERSION = "expert-threshold evaluation", 1
-KEYS = ("bundle", "max_per_task", "baselines", "metric")
-"""A CORE score: what identifies it, and its value."""
 
 Progress = Callable[[str], Callable[[int, int], None]]
 """Returns, for the name of a measurement, a callback for how much is done and the total."""
@@ -63,7 +61,7 @@ class Results:
                 return saved
         return dict(self._header)
 
-    def write(self, section: str, value: Mapping[str, Any]) -> None:
+    def write(self, section: str, value: Any) -> None:
         others = [
             saved for saved in _read(self.path) if "step" in saved and not self._is_same(saved, ("step", "dtype"))
         ]
@@ -94,89 +92,60 @@ def ask_core(
     baselines: Baselines = "nanochat",
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Return the results with this max_per_task, saved after every task that was not evaluated before.
+    """Return the results with this max_per_task. Each task is saved once it is evaluated, and not evaluated again.
+
+    The section "core" keeps the results of all tasks and of the most questions, "answers" those of every task.
 
     tasks: all of the bundle, whose mean is CORE. labels: of those to evaluate; None evaluates all. say: called with a
     line about each evaluated task. Raises ValueError as `evaluate_task` does.
     """
+    saved = results.read()
+    answers = saved.get("answers")
+    answers = [each for each in answers if _is_whole(each)] if isinstance(answers, list) else []
     for task in tasks:
-        if (labels is None or task.label in labels) and _find(_cores(results), task, max_per_task) is None:
+        if (labels is None or task.label in labels) and _find(answers, task, max_per_task) is None:
             found = asdict(evaluate_task(task, scorer, max_rows=max_per_task, progress=progress(task.label)))
             say(f"{task.label}: {found['accuracy']:.4f} of {found['rows']:,} questions right")
-            _save(results, tasks, {task.label: found}, max_per_task, baselines)
-    return _save(results, tasks, {}, max_per_task, baselines)
-
-
-def _save(
-    results: Results,
-    tasks: Sequence[Task],
-    new: Mapping[str, dict[str, Any]],
-    max_per_task: int | None,
-    baselines: Baselines,
-) -> dict[str, Any]:
-    """Save new results of tasks beside the known ones, and return those of this bundle and max_per_task, centred alike.
-
-    Each bundle and max_per_task has a CORE of its own. The section "core" holds the one of all tasks and of the most
-    questions, if there is any; "others" holds the rest.
-    """
-    cores = _cores(results)
-    key = {"bundle": _bundle(tasks), "max_per_task": max_per_task}
-    known: dict[str, dict[str, Any]] = {}
+            answers.append(_asked(task) | found)
+            results.write("answers", answers)
+    known = {}
     for task in tasks:
-        found = new.get(task.label) or _find(cores, task, max_per_task)
-        if found is not None:
-            known[task.label] = found | {
-                "hash": task.hash,
-                "kind": task.kind,
-                "shots": task.shots,
-                "delimiter": task.delimiter,
-                "baseline": task.baseline,
-                "centred": centred(found["accuracy"], task.baseline),
-            }
-    metric = sum(each["centred"] for each in known.values()) / len(tasks) if len(known) == len(tasks) else None
-    core = {**key, "baselines": baselines, "metric": metric, "tasks": known}
-    rest = [each for each in cores if any(each[name] != value for name, value in key.items())]
-    first, *others = sorted([core, *rest], key=_extent, reverse=True)
-    results.write("core", first | ({"others": others} if others else {}))
+        if (answer := _find(answers, task, max_per_task)) is not None:
+            score = {"baseline": task.baseline, "centred": centred(answer["accuracy"], task.baseline)}
+            known[task.label] = answer | score
+    core = {
+        "bundle": hashlib.sha256(repr([(task.label, _asked(task)) for task in tasks]).encode()).hexdigest(),
+        "max_per_task": max_per_task,
+        "baselines": baselines,
+        "metric": sum(each["centred"] for each in known.values()) / len(tasks) if len(known) == len(tasks) else None,
+        "tasks": known,
+    }
+    if _extent(core) >= _extent(saved.get("core")):
+        results.write("core", core)
     return core
 
 
-def _bundle(tasks: Sequence[Task]) -> str:
-    """Return the sha256, in hex, of the tasks' questions and prompt formats."""
-    asked = [(task.label, task.hash, task.kind, task.shots, task.delimiter) for task in tasks]
-    return hashlib.sha256(repr(asked).encode()).hexdigest()
+def _asked(task: Task) -> dict[str, Any]:
+    """Return what identifies the questions and the prompt format."""
+    return {"hash": task.hash, "kind": task.kind, "shots": task.shots, "delimiter": task.delimiter}
 
 
-def _extent(core: Mapping[str, Any]) -> tuple[bool, int]:
-    """Return whether all tasks of the bundle were evaluated, and the number of questions."""
-    return core["metric"] is not None, sum(task["rows"] for task in core["tasks"].values())
+def _extent(core: Any) -> tuple[bool, int]:
+    """Return whether all tasks of the bundle were evaluated, and the number of questions; (False, -1) if damaged."""
+    try:
+        return core["metric"] is not None, sum(task["rows"] for task in core["tasks"].values())
+    except (AttributeError, LookupError, TypeError):
+        return False, -1
 
 
-def _find(cores: Sequence[Mapping[str, Any]], task: Task, max_per_task: int | None) -> dict[str, Any] | None:
+def _find(answers: Sequence[dict[str, Any]], task: Task, max_per_task: int | None) -> dict[str, Any] | None:
     """Return a saved result for the same questions and prompt format, whatever its max_per_task, or None."""
-    asked = (task.hash, len(task.rows[:max_per_task]), task.kind, task.shots, task.delimiter)
-    for core in cores:
-        found: dict[str, Any] = core["tasks"].get(task.label, {})
-        if tuple(map(found.get, ("hash", "rows", "kind", "shots", "delimiter"))) == asked:
-            return found
-    return None
+    asked = _asked(task) | {"rows": len(task.rows[:max_per_task])}
+    return next((answer for answer in answers if asked.items() <= answer.items()), None)
 
 
-def _cores(results: Results) -> list[dict[str, Any]]:
-    """Return the saved results of CORE, one for each bundle and max_per_task, without damaged ones."""
-    saved = results.read().get("core")
-    others = saved.get("others", []) if isinstance(saved, dict) else []
-    cores = [saved, *(others if isinstance(others, list) else [])]
-    return [
-        {name: core[name] for name in KEYS}
-        | {"tasks": {label: task for label, task in core["tasks"].items() if _is_whole(task)}}
-        for core in cores
-        if isinstance(core, dict) and set(KEYS) <= core.keys() and isinstance(core.get("tasks"), dict)
-    ]
-
-
-def _is_whole(task: Any) -> bool:
+def _is_whole(answer: Any) -> bool:
     names = {"hash", *(field.name for field in fields(TaskResult))}
-    if not (isinstance(task, dict) and names <= task.keys()):
+    if not (isinstance(answer, dict) and names <= answer.keys()):
         return False
-    return type(task["accuracy"]) is float and type(task["rows"]) is int
+    return type(answer["accuracy"]) is float and type(answer["rows"]) is int
