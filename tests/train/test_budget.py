@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from expert_threshold.optim.groups import linear
 from expert_threshold.runs import RunFolder
-from expert_threshold.train import loop
+from expert_threshold.train import evaluations, loop
 from expert_threshold.train.budget import AIM, SHARE_OF_STEPS, TOLERANCE, Between, Budget
 from expert_threshold.train.state import TrainState
 
@@ -179,6 +179,24 @@ def test_a_run_that_was_stopped_goes_on_with_what_is_left_of_its_time(
     assert 0.9 * 6 <= result.elapsed <= 6
     decisions = RunFolder.open(tmp_path / "run").config["time"]["decisions"]
     assert decisions[: len(config["time"]["decisions"])] == config["time"]["decisions"]
+
+
+def test_the_time_of_the_last_validation_counts_when_a_run_is_resumed(
+    start: Start, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint is saved before, so that `et train --resume RUN --minutes N` did not know of it."""
+    evaluate = evaluations.evaluate
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        clock.time += 5
+        return evaluate(*arguments, **options)
+
+    monkeypatch.setattr(evaluations, "evaluate", slow)
+    options = OPTIONS | {"eval_every": 20}
+    first = start(**options)
+    assert first.elapsed > 5
+    clock.time = 1e6
+    assert start(resume=True, **options).elapsed == pytest.approx(first.elapsed)
 
 
 def test_a_finished_run_is_given_more_time(start: Start, tmp_path: Path, clock: Clock) -> None:

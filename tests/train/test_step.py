@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cases import RULES, TRAINED, small_config
 from expert_threshold.data import Batch, Loader, Tokens
-from expert_threshold.model import GPT, Output
+from expert_threshold.model import GPT, Observation, Output
 from expert_threshold.optim import OptimConfig, make_optimizers
 from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
 from expert_threshold.train import TrainConfig, train_step
@@ -115,7 +115,7 @@ def test_one_batch_can_be_learned_by_heart(rule: Rule | None) -> None:
     train_step(state)
     interval = state.take_interval()
     assert interval is not None
-    assert interval.sums.cross_entropy / interval.sums.micro_batches < 0.1 < math.log(VOCAB)
+    assert interval.means["cross_entropy"] < 0.1 < math.log(VOCAB)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -137,8 +137,8 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     assert (state.step, state.skipped, state.skipped_in_a_row) == (3, 1, 0)
     interval = state.take_interval()
     assert interval is not None
-    assert interval.sums.loss.isfinite()
-    assert interval.sums.micro_batches == 4
+    assert interval.means["loss"].isfinite()
+    assert interval.steps == 2
     with pytest.raises(AssertionError):  # the comparison can fail
         assert_same_bytes(everything(state), before)
 
@@ -181,7 +181,7 @@ def test_an_observation_that_is_not_finite_changes_nothing(
     assert state.not_finite == ""
     interval = state.take_interval()
     assert interval is not None
-    assert all(value.isfinite().all() for value in interval.sums.observations[0].tensors().values())
+    assert all(value.isfinite().all() for value in interval.means.values())
 
 
 @pytest.mark.parametrize("rule", TRAINED.values(), ids=TRAINED)
@@ -212,10 +212,10 @@ def test_nothing_piles_up_between_steps(rule: Rule | None) -> None:
     assert 0 < alive() <= before
     interval = state.take_interval()
     assert interval is not None
-    assert not any(tensor.requires_grad for tensor in interval.sums.tensors().values())
+    assert not any(tensor.requires_grad for tensor in interval.means.values())
 
 
-def test_an_interval_sums_all_steps_since_the_last() -> None:
+def test_an_interval_covers_all_steps_since_the_last() -> None:
     state = make_state(RULES["expert_threshold"], accumulation=2)
     assert state.take_interval() is None
     for steps in (3, 1):
@@ -223,20 +223,33 @@ def test_an_interval_sums_all_steps_since_the_last() -> None:
             train_step(state)
         interval = state.take_interval()
         assert interval is not None
-        assert interval.sums.micro_batches == 2 * steps
-        assert interval.sums.observations[0].tokens == 2 * steps * 4 * CONTEXT
+        assert interval.steps == steps
         assert interval.tokens_per_second > 0
     assert state.take_interval() is None
     assert state.tokens == 4 * 2 * 4 * CONTEXT
 
 
+def observed(state: TrainState) -> list[Observation]:
+    """The observations of the only layer with experts, one of each step from now on."""
+    seen: list[Observation] = []
+    update = state.model.update_rules
+
+    def keep(observations: Sequence[Observation]) -> None:
+        seen.extend(observations)
+        update(observations)
+
+    state.model.update_rules = keep  # type: ignore[method-assign, assignment]
+    return seen
+
+
 def test_a_line_of_metrics_has_the_numbers_of_each_layer_and_expert() -> None:
-    state = make_state(ExpertThreshold(4, 1, warmup_steps=0, capacity_slack=0.1, decay=0.5))
+    state = make_state(ExpertThreshold(4, 1, warmup_steps=0, capacity_slack=0.1, decay=0.5), accumulation=2)
+    every = observed(state)
     for _ in range(3):
         train_step(state)
     interval = state.take_interval()
     assert interval is not None
-    [seen] = interval.sums.observations
+    seen = every[0] + every[1] + every[2]
     line = train_record(state.model, interval)["layers"]["1"]
     for name, value in (
         ("usage", seen.usage),
@@ -251,7 +264,7 @@ def test_a_line_of_metrics_has_the_numbers_of_each_layer_and_expert() -> None:
         assert len(set(line[name])) > 1, name
     assert line["fanout_mean"] == pytest.approx(float(seen.fanout_mean), rel=1e-5)
     for name in ("load_spread", "fanout_std"):
-        assert line[name] == pytest.approx(float(interval.means[f"1.{name}"]), rel=1e-5), name
+        assert line[name] == pytest.approx(sum(float(getattr(each, name)) for each in every) / 3, rel=1e-5), name
 
 
 def lines_every(rule: Rule | None, every: int, steps: int = 4) -> list[dict[str, Any]]:
@@ -288,13 +301,14 @@ def test_cutoffs_of_a_line_are_those_that_its_steps_were_routed_by() -> None:
     """They were those after its last step, whose distance to the mean of its batches hung on the length of the line."""
     state = make_state(ExpertThreshold(4, 1, warmup_steps=0, decay=0.9))
     [(_, moe)] = state.model.moe_layers()
+    every = observed(state)
     for _ in range(3):
         cutoff = moe.router.thresholds()
         assert cutoff is not None
         train_step(state)
         interval = state.take_interval()
         assert interval is not None
-        [seen] = interval.sums.observations
+        seen = every[-1]
         line = train_record(state.model, interval)["layers"]["1"]
         assert line["cutoff"] == pytest.approx(cutoff.tolist(), rel=1e-5, abs=1e-6)
         assert line["cutoff_distance"] == pytest.approx((seen.batch_cutoff - cutoff).abs().tolist(), rel=1e-4, abs=1e-6)

@@ -154,7 +154,7 @@ class Evaluations:
             group=self.parallel.world,
             progress=self.display.task("validating"),
         )
-        self.log.validation(validation)
+        self.log.validation(validation, self.timer.elapsed)
         if self.validated is not None:
             self.validated(self.state.step, validation.loss)
 

@@ -15,22 +15,21 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor
 
 from ..evaluation import Validation
 from ..files import corrupted_file_error
 from ..install import install
-from ..model import GPT, Observation
+from ..model import GPT
 from ..runs import RunFolder
 from .budget import Decision
 from .config import TrackerName
-from .state import Interval, Prepared, TrainState, Values, of_layer
+from .state import Interval, Prepared, TrainState
 
 MAX_SKIPS = 10
 """A run ends after this many skipped steps in a row."""
 PACKAGES: dict[TrackerName, str] = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio"}
-LIVE_INTERVAL = 0.2  # seconds between updates of the live line
 PLAIN_INTERVAL = 5.0  # seconds between plain lines about a long task
 
 Title = Callable[[float | None], str]
@@ -71,8 +70,6 @@ class Display:
         self._prefix = f"{name}: " if name else ""
         self._title = title
         self._live: Progress | None = None
-        self._task: TaskID | None = None
-        self._shown = 0.0
         self._start = 0.0
         self._first = self._steps = 0
         self._summary = ""
@@ -80,8 +77,8 @@ class Display:
     def __enter__(self) -> Display:
         if self._console is not None and self._console.is_terminal:
             columns = (BarColumn(10), TextColumn("{task.description}", markup=False))
-            self._live = Progress(*columns, console=self._console, auto_refresh=False)
-            self._task = self._live.add_task("")
+            self._live = Progress(*columns, console=self._console, refresh_per_second=5)
+            self._live.add_task("")
             self._live.start()
         return self
 
@@ -96,18 +93,19 @@ class Display:
 
     def task(self, what: str) -> Callable[[int, int], None]:
         """Return a function to call with the done and the total amount of a long task, which shows its progress."""
-        self._shown = time.monotonic()
+        shown = time.monotonic()
         first: tuple[int, float] | None = None  # a resumed download, for one, does not start at 0
 
         def progress(done: int, total: int) -> None:
-            nonlocal first
+            nonlocal first, shown
             now = time.monotonic()
             first = first or (done, now)
             made, spent = done - first[0], now - first[1]
             text = f"{what}: {done / total:.0%}" + (f", {clock(spent * (total - done) / made)} left" if made else "")
             if self._live is not None:
                 self._draw(self._prefix + text, done, total)
-            elif self._is_time(PLAIN_INTERVAL):
+            elif now - shown >= PLAIN_INTERVAL:
+                shown = now
                 self.say(text)
 
         return progress
@@ -147,17 +145,11 @@ class Display:
         return pace * (self._steps - step)
 
     def _draw(self, text: str, done: int, total: int) -> None:
-        """Update the live line, but no more often than the eye can follow."""
-        if self._live is not None and (self._is_time(LIVE_INTERVAL) or done >= total):
-            assert self._task is not None
-            self._live.update(self._task, completed=done, total=total, description=text, refresh=True)
-
-    def _is_time(self, interval: float) -> bool:
-        now = time.monotonic()
-        if now - self._shown < interval:
-            return False
-        self._shown = now
-        return True
+        """Update the live line, if there is one."""
+        if self._live is not None:
+            self._live.update(
+                self._live.task_ids[0], completed=done, total=total, description=text, refresh=done >= total
+            )
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -182,24 +174,15 @@ def train_record(model: GPT, interval: Interval) -> dict[str, Any]:
 
     The mean of the lines, weighted by their steps, is therefore the mean of the run, however many steps a line covers.
     """
-    sums = interval.sums
+    means = {name: _rounded(value) for name, value in interval.means.items()}
     layers = {
-        str(layer): layer_record(observation, of_layer(interval.means, layer))
-        for (layer, _), observation in zip(model.moe_layers(), sums.observations, strict=True)
+        str(layer): {
+            name.removeprefix(f"{layer}."): value for name, value in means.items() if name.startswith(f"{layer}.")
+        }
+        for layer, _ in model.moe_layers()
     }
-    return {
-        "loss": float(sums.loss / sums.micro_batches),
-        "cross_entropy": float(sums.cross_entropy / sums.micro_batches),
-        "grad_norm": _rounded(interval.means["grad_norm"]),
-        "steps": interval.steps,
-        "layers": layers,
-    }
-
-
-def layer_record(seen: Observation, means: Values) -> dict[str, Any]:
-    """Return one layer's part of a line. seen: summed over steps of equal token counts, so that ratios are means."""
-    first = {"usage": seen.usage, "load_spread": means["load_spread"], "fanout_mean": seen.fanout_mean}
-    return {name: _rounded(value) for name, value in (first | means).items()}
+    exact = {name: float(interval.means[name]) for name in ("loss", "cross_entropy")}
+    return exact | {"grad_norm": means["grad_norm"], "steps": interval.steps, "layers": layers}
 
 
 def validation_record(model: GPT, validation: Validation) -> dict[str, Any]:
@@ -389,10 +372,10 @@ class RunLog:
         if self._is_main:
             self._folder.write_config(self._record)
 
-    def validation(self, validation: Validation) -> None:
-        """Log a validation at this step."""
+    def validation(self, validation: Validation, elapsed: float) -> None:
+        """Log a validation at this step, and the seconds of the run up to its end."""
         state = self._state
-        self._write("validation", validation_record(state.model, validation))
+        self._write("validation", validation_record(state.model, validation) | {"elapsed": elapsed})
         self.validations[state.step] = validation.loss, validation.bits_per_byte
         self._display.measured(
             state.step, f"validation loss {validation.loss:.4f}  {validation.bits_per_byte:.4f} bits per byte"

@@ -59,6 +59,7 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     start = time.perf_counter()
     model, optimizers, shards, local = state.model, state.optimizers, state.shards, state.local
     world_size, step, budget = state.parallel.world_size, state.step, state.budget
+    micro_batches = local.accumulation * world_size  # of all ranks
     tokens = 0
     sums: Sums | None = None
     for micro_batch in range(local.accumulation):
@@ -67,9 +68,9 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
         if micro_batch == local.accumulation - 1:
             shards.begin_last_backward()
         output = state.forward(*(to_device(part, state.device) for part in batch))
-        loss, cross_entropy = local.losses(output, batch.targets, state.loader)
-        (loss / (local.accumulation * world_size)).backward()
-        new = Sums.of(loss, cross_entropy, output.observations, local.ranks)
+        loss, cross_entropy = (each / micro_batches for each in local.losses(output, batch.targets, state.loader))
+        loss.backward()
+        new = Sums(loss.detach(), cross_entropy.detach(), output.observations)
         sums = new if sums is None else sums + new
     assert sums is not None
     shards.reduce_gradients()
@@ -81,9 +82,9 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     if is_finite:
         optimizers.step(step, budget.scheduled, norm, shards.gather_updated, budget.progress(step))
         # With the cutoffs that routed this step, so before the update.
-        values = step_values(model, sums.observations) | {"grad_norm": norm}
+        means = {"loss": sums.loss, "cross_entropy": sums.cross_entropy, "grad_norm": norm}
+        state.add_to_interval(means | step_values(model, sums.observations))
         model.update_rules(sums.observations)
-        state.add_to_interval(sums, values)
     shards.finish_step()
     not_finite = "" if is_finite else describe_nonfinite(model, sums)
     state.count_step(not_finite, tokens, time.perf_counter() - start)

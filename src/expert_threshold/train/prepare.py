@@ -186,6 +186,9 @@ def _budget(
         budget = Budget(steps, time["minutes"] and 60 * time["minutes"], time["decisions"])
     if saved is not None:
         require_unchanged(folder, record, budget, saved)
+        # A checkpoint is saved before its step is validated.
+        known = [record.get("elapsed", 0.0) for record in folder.metrics.read() if record["step"] <= saved.step]
+        saved.state["elapsed"] = max([saved.state["elapsed"], *known])
     step, elapsed = (0, 0.0) if saved is None else (saved.step, saved.state["elapsed"])
     if asked == steps and minutes in (None, time["minutes"]):
         return budget

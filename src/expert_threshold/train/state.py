@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..data import Loader, Position, Tokenizer, Tokens
 from ..distributed import LocalBatch, OptimizerShards, Parallel, Slice, Status
@@ -27,33 +27,26 @@ from ..runs import Checkpoint, Part
 from .budget import Budget
 from .config import TrainConfig
 
-_STEPS = "steps."
-"""Prefix, among the tensors of a checkpoint, of values measured once per step."""
-COUNTERS = ("tokens", "seconds", "elapsed", "interval_tokens", "interval_seconds", "skipped", "skipped_in_a_row")
+COUNTERS = (
+    "tokens", "seconds", "elapsed", "interval_steps", "interval_tokens", "interval_seconds", "skipped",
+    "skipped_in_a_row",
+)  # fmt: skip
 """The attributes of `TrainState` that a checkpoint keeps as they are."""
 
 
 class Sums(NamedTuple):
-    """Sums over micro-batches, without gradient, on the model's device."""
+    """Sums over the micro-batches and ranks of a step, without gradient, on the model's device.
 
-    micro_batches: Tensor  # () float32
+    Each loss is divided by their number beforehand, so that its sum is the step's mean.
+    """
+
     loss: Tensor  # () with the rules' auxiliary losses
     cross_entropy: Tensor  # ()
     observations: tuple[Observation, ...]
 
-    @classmethod
-    def of(cls, loss: Tensor, cross_entropy: Tensor, observations: tuple[Observation, ...], ranks: int) -> Sums:
-        """Return the sums of one micro-batch; each of the `ranks` that share it counts for 1 / ranks."""
-        loss = loss.detach() / ranks
-        return cls(torch.ones_like(loss) / ranks, loss, cross_entropy.detach() / ranks, observations)
-
     def __add__(self, other: Sums) -> Sums:  # type: ignore[override]
-        return Sums(
-            self.micro_batches + other.micro_batches,
-            self.loss + other.loss,
-            self.cross_entropy + other.cross_entropy,
-            tuple(a + b for a, b in zip(self.observations, other.observations, strict=True)),
-        )
+        observations = tuple(a + b for a, b in zip(self.observations, other.observations, strict=True))
+        return Sums(self.loss + other.loss, self.cross_entropy + other.cross_entropy, observations)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by flat name: `loss`, …, `0.load`, `0.tokens`, …"""
@@ -62,21 +55,19 @@ class Sums(NamedTuple):
             named |= {f"{layer}.{name}": tensor for name, tensor in observation.tensors().items()}
         return named
 
-    @classmethod
-    def from_tensors(cls, named: dict[str, Tensor], layers: int) -> Sums:
-        observations = tuple(Observation.from_tensors(of_layer(named, layer)) for layer in range(layers))
-        return cls(named["micro_batches"], named["loss"], named["cross_entropy"], observations)
-
 
 Values = dict[str, Tensor]
-"""One step's values, or their sum over several steps, by `layer.name`; without gradient, on the model's device."""
+"""The values of a step, or their sums over steps, by name or `layer.name`; without gradient, on the model's device."""
+
+MEASURED = ("usage", "load_spread", "fanout_mean", "fanout_std", "score_std", "gate_std")
+"""What metrics show of every rule's observation."""
 
 
 def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
     """Return the values of a step; call it before the rules are updated, for the cutoffs and biases that routed it."""
     found: Values = {}
     for (layer, moe), seen in zip(model.moe_layers(), observations, strict=True):
-        values = {name: getattr(seen, name) for name in ("load_spread", "fanout_std", "score_std", "gate_std")}
+        values = {name: getattr(seen, name) for name in MEASURED}
         rule, state = moe.router.rule, moe.router.state
         of_rule = rule.describe(state) | rule.measure(state, seen)
         values |= {name: value.clone() for name, value in of_rule.items()}  # the state is updated in place
@@ -84,22 +75,10 @@ def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
     return found
 
 
-def add_steps(a: Values, b: Values) -> Values:
-    """Return the sum of both, value by value."""
-    return {name: value + b[name] for name, value in a.items()}
-
-
-def of_layer(values: Mapping[str, Tensor], layer: int) -> Values:
-    """Return the values of one layer, by name."""
-    prefix = f"{layer}."
-    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
-
-
 class Interval(NamedTuple):
     """The steps between two lines of metrics, without skipped ones."""
 
     steps: int
-    sums: Sums  # over these steps, on the CPU
     means: Values  # over these steps, on the CPU
     tokens_per_second: float
 
@@ -165,9 +144,9 @@ class TrainState:
         self.options: dict[str, Any] = {}  # that decide what the run learns, for checkpoints
         self.not_finite = ""  # why the last step was skipped; empty if it was not
         self.status = Status()  # of all ranks, at the last step
-        # Since the last `take_interval`; None if no step was made.
-        self._sums: Sums | None = None
+        # Since the last `take_interval`.
         self._values: Values = {}
+        self.interval_steps = 0  # without skipped ones
         self.interval_tokens = 0
         self.interval_seconds = 0.0
 
@@ -189,10 +168,11 @@ class TrainState:
         last = self.step - 1
         return self.optimizers.learning_rates(last, self.budget.scheduled, self.budget.progress(last))
 
-    def add_to_interval(self, sums: Sums, values: Values) -> None:
+    def add_to_interval(self, values: Values) -> None:
         """Add a step's measurements to the next line of metrics."""
-        self._values = values if self._sums is None else add_steps(self._values, values)
-        self._sums = sums if self._sums is None else self._sums + sums
+        before = self._values
+        self._values = {name: value + before[name] for name, value in values.items()} if before else values
+        self.interval_steps += 1
 
     def count_step(self, not_finite: str, tokens: int, seconds: float) -> None:
         """Advance the counters by one step; `not_finite` says why it was skipped, if it was."""
@@ -210,15 +190,13 @@ class TrainState:
 
     def take_interval(self) -> Interval | None:
         """Return the measurements of the steps since the last call; None if all of them were skipped."""
-        if self._sums is None:
+        if not self.interval_steps:
             return None
         start = time.perf_counter()
-        sums = tree_map(Tensor.cpu, self._sums)
-        steps = round(float(sums.micro_batches)) // self.config.accumulation
-        means = {name: value.cpu() / steps for name, value in self._values.items()}
+        means = {name: value.cpu() / self.interval_steps for name, value in self._values.items()}
         self._spend(time.perf_counter() - start)  # the copies waited for the steps on the device
-        interval = Interval(steps, sums, means, self.interval_tokens / self.interval_seconds)
-        self._sums, self._values, self.interval_tokens, self.interval_seconds = None, {}, 0, 0.0
+        interval = Interval(self.interval_steps, means, self.interval_tokens / self.interval_seconds)
+        self._values, self.interval_steps, self.interval_tokens, self.interval_seconds = {}, 0, 0, 0.0
         return interval
 
     def checkpoint(self) -> Checkpoint:
@@ -227,14 +205,11 @@ class TrainState:
         The main rank's part has what all ranks have in common.
         """
         optimizer = self.optimizers.state_dict()
-        interval = {} if self._sums is None else self._sums.tensors()
-        interval |= {f"{_STEPS}{name}": value for name, value in self._values.items()}
         moments = _parts(
             {name: (tensor, self._moment_slice(name, tensor)) for name, tensor in optimizer.tensors.items()}
         )
         common: dict[str, Mapping[str, Tensor | Part]] = {
-            # Some tensors share memory, as loss and cross-entropy of a single micro-batch do; safetensors refuses that.
-            "interval": {name: tensor.clone() for name, tensor in interval.items()},
+            "interval": self._values,
             "random": random_state(self.device),
         }
         return Checkpoint(
@@ -269,10 +244,7 @@ class TrainState:
             {name: self._local_part(name, tensor, moments) for name, tensor in saved.tensors["optimizer"].items()},
             saved.state["optimizer"],
         )
-        named = {name: tensor.to(self.device) for name, tensor in saved.tensors["interval"].items()}
-        layers = len(self.model.moe_layers())
-        values = {name.removeprefix(_STEPS): tensor for name, tensor in named.items() if name.startswith(_STEPS)}
-        self._sums, self._values = Sums.from_tensors(named, layers) if named else None, values
+        self._values = {name: tensor.to(self.device) for name, tensor in saved.tensors["interval"].items()}
         restore_random_state(saved.tensors["random"], self.device)
         self.loader.seek(Position(**saved.state["position"]))
         self.step = saved.step
