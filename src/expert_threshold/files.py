@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY = ".tmp-"
-"""How the names of files and folders begin that are not complete yet."""
+"""The prefix of files and folders that are not complete yet."""
 
 
 def expand(path: str | Path) -> Path:

@@ -126,7 +126,7 @@ def share_out(config: RunConfig, machine: Machine) -> LocalBatch:
 def memory(config: RunConfig, machine: Machine, dtype: torch.dtype, *, gpu: bool) -> dict[str, dict[str, int]]:
     """Return the bytes on one GPU at the peak in each layout, by part and in total, as `peak`.
 
-    dtype: that of products. The allocator's overhead comes on top.
+    dtype: of matrix products. The allocator's overhead comes on top.
     """
     gpus, rule, local = machine.gpus, config.model.rule, share_out(config, machine)
     tokens = local.batch_size * config.model.context

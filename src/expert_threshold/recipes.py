@@ -1,4 +1,4 @@
-"""Runs as records: those of the paper's tables and ablations, with their reported results, and some of others."""
+"""Runs as records: the paper's tables and ablations, with their reported results, and some other projects' settings."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ VARIANTS: dict[str, Method] = {
 }
 """Further methods by name; docs/routing.md has the sizes and strengths with which published models use theirs."""
 REFERENCE = "token_choice"
-"""The method whose loss is the baseline of a comparison, if it takes part."""
+"""The method whose loss is the baseline of a comparison, if it is compared."""
 
 
 def methods() -> dict[str, Method]:

@@ -170,7 +170,7 @@ def test_a_position_outside_the_corpus_is_refused() -> None:
     parts = Parts([[5, 5]] * 12)
     for tokens in (parts, parts.parts[0]):
         for position in (Position(0, 0, 99), Position(0, 99, 0), Position(0, -1, 0), Position(-1, 0, 0)):
-            with pytest.raises(ValueError, match="is not in this corpus: resume with the data the run began with"):
+            with pytest.raises(ValueError, match="is not in this corpus: resume with the data the run started with"):
                 next(Loader(tokens, 1, 4, seed=0, position=position))
 
 

@@ -39,7 +39,7 @@ from .options import Option, parse
 Given = Mapping[str, Any]
 
 # Defaults that follow from other options, as --help shows them.
-TOLD = BESIDE, TOKENS_OUT = f"SOURCE/{TOKENIZER}", "SOURCE-tokens"
+DERIVED = BESIDE, TOKENS_OUT = f"SOURCE/{TOKENIZER}", "SOURCE-tokens"
 
 SOURCE = Option("source", str, FINEWEB_EDU, "The text: fineweb-edu as downloaded, or a folder of shards.", True)
 TEXT_FIELD = Option("text_field", str, "text", "Column that holds the text.")
@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> None:
     entry = ENTRIES[name]
     summary = entry.summary[0].upper() + entry.summary[1:] + "."
     given = parse(f"et data {name}", summary, entry.options, rest)
-    values = {option.name: None if option.default in TOLD else option.default for option in entry.options} | given
+    values = {option.name: None if option.default in DERIVED else option.default for option in entry.options} | given
     console = Console(stderr=True)
     with Display(console) as display:
         text = entry.run(values, display)

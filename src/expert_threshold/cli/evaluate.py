@@ -262,7 +262,7 @@ class Run(NamedTuple):
         looks_ahead = rule is not None and rule.looks_ahead and self.results.rate is None
         pooled_at = training_batch(self.folder) if looks_ahead else None
         if looks_ahead and pooled_at is None:
-            self.display.say(f"{what}: without training pools, since {self.folder.path} does not tell their size")
+            self.display.say(f"{what}: without training pools, since {self.folder.path} does not record their size")
         batch = (pooled_at or 1) * self.model.config.context
         # Evaluation takes whole batches, and the last target needs one more token.
         enough = None if eval_tokens is None else eval_tokens + batch
@@ -323,7 +323,7 @@ def validation_text(folder: RunFolder, remedy: str) -> Corpus:
     except ValueError as error:
         raise ValueError(f"{folder.path}: its text cannot be read ({error}); restore it, or {remedy}") from None
     if corpus.hash != before:
-        raise ValueError(f"{corpus.name} has changed since {folder.path} began; restore it, or {remedy}")
+        raise ValueError(f"{corpus.name} has changed since {folder.path} started; restore it, or {remedy}")
     return corpus
 
 

@@ -96,7 +96,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _failure(error: BaseException) -> Failure:
-    """Return why this rank exits; not its own failure if it lost another rank or was told to stop."""
+    """Return why this rank exits; not its own failure if it lost another rank or was asked to stop."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, KeyboardInterrupt | LostSaveError):
         return Failure(INTERRUPTED, 1, is_own=False)
@@ -122,7 +122,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
     is_main = rendezvous is None or rendezvous.rank == 0
     console = RunConsole(quiet=not is_main)
     out = given["resume"] if "resume" in given else given.get("out", _default_out(given))
-    again = from_main(rendezvous, lambda: _is_started_anew(out, rendezvous))
+    again = from_main(rendezvous, lambda: _is_restarted(out, rendezvous))
     if "resume" in given or again:
         folder = RunFolder.open(out)
         folders.append(folder)
@@ -151,8 +151,8 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
                 tokens = tokens_within(60 * minutes, config.model, config.optim, config.train)
                 config = resolve_run(given | {"tokens": tokens})
             console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
-            begun = {"init_from": init_from, "continue_warmup": continues, "minutes": minutes}
-            result = train_run(folder, config, console, rendezvous=rendezvous, **begun)
+            given_start = {"init_from": init_from, "continue_warmup": continues, "minutes": minutes}
+            result = train_run(folder, config, console, rendezvous=rendezvous, **given_start)
         except BaseException:
             if is_main:
                 remove_empty(missing)
@@ -161,8 +161,8 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         say(console, conclude(folder, result))
 
 
-def _is_started_anew(out: str, rendezvous: Rendezvous | None) -> bool:
-    """Return True if the launcher restarted the ranks after a failure and the run has begun, so that it resumes."""
+def _is_restarted(out: str, rendezvous: Rendezvous | None) -> bool:
+    """Return True if the launcher restarted the ranks after a failure and the run had started, so that it resumes."""
     return rendezvous is not None and rendezvous.is_marked(_made(out)) and Path(out, "config.json").is_file()
 
 

@@ -22,8 +22,8 @@ QUESTION_SETS = {("question", "answer"): "\n", ("prompt", "canonical_solution"):
 def open_held_out(source: str, text_field: str = "text") -> Corpus:
     """Return a corpus whose validation split is the source's held-out text; it may have no training split.
 
-    source: as in `DataConfig`, or "code", only the source files of the embedded corpus. A source without a validation
-    split of its own holds out its files named test or validation, or everything if there are none. A line of GSM8K or
+    source: as in `DataConfig`, or "code", only the source files of the embedded corpus. A source without its own
+    validation split holds out its files named test or validation, or everything if there are none. A line of GSM8K or
     HumanEval becomes the question followed by the answer. Raises ValueError as `open_source` does.
     """
     remedy = "there is nothing to evaluate on, so name another source"

@@ -120,7 +120,7 @@ class _Rows:
     def read(self, first: int, last: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the tokens of rows `first` to `last` in shuffled order and their targets, each (rows, context).
 
-        Past the end of the block, tokens are those that it begins with, and have no targets: whatever fills a row is
+        Past the end of the block, tokens repeat its beginning, and have no targets: whatever fills a row is
         routed, too, and competes with the rest.
         """
         places = self._order[first:last] * self._context
@@ -175,7 +175,7 @@ class Stream:
     """Parts in an order drawn from the seed and the epoch, about BLOCK_BYTES of text per block.
 
     threads: how many read and tokenize ahead. group: ranks that share this work, each reading its own parts and sending
-    the tokens to the others when a block begins; None reads everything here. Neither changes a block's contents.
+    the tokens to the others when a block starts; None reads everything here. Neither changes a block's contents.
     skip_damaged: skip unreadable parts and list every rank's in `skipped`, until the caller clears it; otherwise
     they raise ValueError on all ranks.
     """
@@ -233,7 +233,7 @@ class Stream:
             order = shuffled(len(self._bytes), self._seed, epoch, 2)
             ends = np.cumsum(self._bytes[order])
             count = max(round(ends[-1] / BLOCK_BYTES), 1)
-            block = (ends - self._bytes[order]) * count // ends[-1]  # by where each part begins
+            block = (ends - self._bytes[order]) * count // ends[-1]  # by where each part starts
             self._layouts = {e: layout for e, layout in self._layouts.items() if e == epoch - 1}
             self._layouts[epoch] = np.split(order, np.flatnonzero(np.diff(block)) + 1)
         return self._layouts[epoch]
@@ -382,7 +382,7 @@ class Loader(Iterator[Batch]):
             rows = self._now[1]
             if 0 <= position.row < max(len(rows), 1):
                 return rows
-        raise ValueError(f"{position} is not in this corpus: resume with the data the run began with")
+        raise ValueError(f"{position} is not in this corpus: resume with the data the run started with")
 
 
 def windows(tokens: Tokens, context: int) -> Iterator[Batch]:

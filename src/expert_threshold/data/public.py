@@ -143,7 +143,7 @@ def _check(part: Path, dataset: str, sha256: str | None) -> None:
 
 @contextmanager
 def _hub_errors(dataset: str) -> Iterator[Any]:
-    """Yield huggingface_hub, and turn its errors, which have no base of their own, into a ValueError."""
+    """Yield huggingface_hub, and turn its errors, which share no base class, into a ValueError."""
     try:
         import huggingface_hub as hub
         import huggingface_hub.utils

@@ -23,7 +23,7 @@ Ids = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Document d is `ids[offsets[d] : offsets[d + 1]]` and begins with the tokenizer's `bos`.
+    """Document d is `ids[offsets[d] : offsets[d + 1]]` and starts with the tokenizer's `bos`.
 
     `ids` has shape (tokens,), `offsets` (documents + 1,); `bytes` is the length of the text in UTF-8.
     """

@@ -85,7 +85,7 @@ class LocalBatch(NamedTuple):
     """One rank's part of an optimizer step: `accumulation` micro-batches of `batch_size` sequences.
 
     ranks: how many ranks share each micro-batch. joint_mean: its loss is one mean over the targets of all these ranks;
-    otherwise each rank's part counts as a micro-batch of its own.
+    otherwise each rank's part counts as its own micro-batch.
     """
 
     batch_size: int
@@ -210,5 +210,5 @@ def process_groups(
         rendezvous,
         shard,
     )
-    # Not in a `finally`: after an error other ranks may still wait for this one, and only its exit tells them.
+    # Not in a `finally`: after an error other ranks may still wait for this one, and only its exit reaches them.
     dist.destroy_process_group()

@@ -36,7 +36,7 @@ class LocalParameter(NamedTuple):
 
 
 class OptimizerShards:
-    """The shards that this rank's optimizers step; this class is that of a single process, which steps every parameter.
+    """The shards that this rank's optimizers step; this class serves a single process, which steps every parameter.
 
     parameters: by name, each of shape (rows, …) with possibly no rows. slices: where these lie in the full parameters.
     The methods are called in their order here, once per optimizer step.

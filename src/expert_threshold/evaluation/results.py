@@ -39,7 +39,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 class Results:
     """The results of one model, in sections. Those of other steps and dtypes stay in the file, in "others".
 
-    rate: that of `GPT.set_rate`; each rate has its own file.
+    rate: as in `GPT.set_rate`; each rate has its own file.
     """
 
     def __init__(self, folder: Path, model: GPT, tokenizer: Tokenizer, step: int, rate: float | None = None) -> None:
@@ -94,7 +94,7 @@ def ask_core(
 ) -> dict[str, Any]:
     """Return the results with this max_per_task. Each task is saved once it is evaluated, and not evaluated again.
 
-    The section "core" keeps the results of all tasks and of the most questions, "answers" those of every task.
+    The section "core" keeps the results of all tasks and of the most questions, "answers" the results of every task.
 
     tasks: all of the bundle, whose mean is CORE. labels: of those to evaluate; None evaluates all. say: called with a
     line about each evaluated task. Raises ValueError as `evaluate_task` does.

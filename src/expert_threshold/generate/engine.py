@@ -258,7 +258,7 @@ class Engine:
     """Continuous batching: each request holds a row of the batch from when it joins until it is finished.
 
     A request's result depends on that request alone, since a token is routed by its own scores; with strict=True this
-    holds to the last bit. slots: rows of the batch. capacity: tokens per row, by default the context. The engine takes
+    holds to the last bit. slots: rows of the batch. capacity: tokens per row, by default the context. The engine copies
     the model's weights once and never changes the model. dial: the largest rate that a request may ask for; None where
     the rate is fixed.
     """

@@ -101,7 +101,7 @@ class HarnessModel(TemplateLM):
             by_beginning.setdefault(tuple(c.tokens[: c.start]), []).append(i)
         groups = sorted(by_beginning.values(), key=lambda group: -len(continuations[group[0]].tokens))
         found: list[Any] = [None] * len(continuations)
-        tell, done = self.progress(what), 0
+        report, done = self.progress(what), 0
         for first in range(0, len(groups), GROUPS_AT_ONCE):
             some = groups[first : first + GROUPS_AT_ONCE]
             cropped = [[crop(continuations[i], length) for i in group] for group in some]
@@ -110,7 +110,7 @@ class HarnessModel(TemplateLM):
                 for i, each in zip(group, of_group, strict=True):
                     found[i] = each
                 done += len(group)
-            tell(done, len(continuations))
+            report(done, len(continuations))
         return found
 
     def generate_until(self, requests: Sequence[Instance], **_: Any) -> list[str]:
@@ -125,10 +125,10 @@ class HarnessModel(TemplateLM):
             asked = read_request(request.args[1], context)
             prompt = self.tok_encode(request.args[0])[-(context - asked.max_tokens) :]
             writings.append(engine.add(asked._replace(prompt=tuple(prompt), seed=number)))
-        tell = self.progress("generate_until")
+        report = self.progress("generate_until")
         while engine.busy:
             if any(writing.finished for writing in engine.step()):
-                tell(sum(writing.finished for writing in writings), len(writings))
+                report(sum(writing.finished for writing in writings), len(writings))
         texts = ["".join(step.text for step in writing.steps) for writing in writings]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)

@@ -6,8 +6,8 @@
       model.safetensors       one file per part: {name: tensor}
       optimizer.safetensors
 
-Several ranks write files of their own in parallel, such as `model_of_rank_0.safetensors`. These hold whole tensors, or
-parts along the first dimension, whose places are in the metadata. Parts that overlap or leave gaps are rejected.
+Each of several ranks writes its own files in parallel, such as `model_of_rank_0.safetensors`. These hold whole tensors,
+or parts along the first dimension, whose places are in the metadata. Parts that overlap or leave gaps are rejected.
 Readers get whole tensors, so any number of ranks can resume.
 """
 

@@ -129,7 +129,7 @@ def validated(model: type[BaseModel], body: bytes) -> Any:
 
 
 class Completion(NamedTuple):
-    """A validated request. prompts: token ids. opened: True if the prompts are texts, each of which begins with BOS."""
+    """A validated request. prompts: token ids. opened: True if the prompts are texts, each of which starts with BOS."""
 
     model: str
     prompts: tuple[tuple[int, ...], ...]
@@ -142,7 +142,7 @@ class Completion(NamedTuple):
 
     @property
     def requests(self) -> list[Request]:
-        """Return n requests for each prompt; the i-th of a prompt takes the seed plus i."""
+        """Return n requests for each prompt; the i-th of a prompt gets the seed plus i."""
         return [
             self.request._replace(prompt=prompt, seed=_shift(self.request.seed, i))
             for prompt in self.prompts
@@ -326,7 +326,7 @@ class Choice:
         }
 
     def _place(self, token: int, characters: int) -> int:
-        """Return the offset at which a token begins, after advancing by the characters that it completes."""
+        """Return the offset at which a token starts, after advancing by the characters that it completes."""
         start, self._offset = self._offset, self._offset + characters
         own = self._own(token)
         return start if own is None else self._offset - len(own)

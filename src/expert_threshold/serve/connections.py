@@ -67,7 +67,7 @@ class _Bounded(H11Protocol):
     """uvicorn's protocol, with a deadline for headers and a limit on the unfinished connections of an address.
 
     A connection is unfinished from when it opens, or from its last response, until a whole request has arrived. Headers
-    have their deadline here, bodies in `read_body`, which can tell the client. Beyond the limit the oldest connection
+    have their deadline here, bodies in `read_body`, which can answer the client. Beyond the limit the oldest connection
     is closed, not the newest, so that a client that does send a request gets a response, from that address too.
 
     No server provides this. uvicorn's timeout for idle connections ends with the first byte. Hypercorn's and granian's

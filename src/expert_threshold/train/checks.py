@@ -115,11 +115,11 @@ def require_unchanged(folder: RunFolder, record: Mapping[str, Any], budget: Budg
 
 
 def require_same_corpus(folder: RunFolder, corpus: Corpus) -> None:
-    """Raise ValueError if the text is not the one that the run began with."""
+    """Raise ValueError if the text is not the one that the run started with."""
     before = folder.section("corpus").get("hash")
     if corpus.hash != before:
         raise ValueError(
-            f"source={corpus.name!r} has changed since {folder.path} began (sha256 {corpus.hash[:12]}…, was "
+            f"source={corpus.name!r} has changed since {folder.path} started (sha256 {corpus.hash[:12]}…, was "
             f"{str(before)[:12]}…); restore the text, name where it is with --data, "
             f"or start another run with --init-from {folder.path}"
         )

@@ -62,7 +62,7 @@ def say(console: Console, text: str) -> None:
 class Display:
     """Shows the progress of a run or of other long work on `console`; with None it shows nothing.
 
-    name: begins every line but those about steps, which begin with the title.
+    name: the prefix of every line, except for lines about steps, which start with the title.
     """
 
     def __init__(self, console: Console | None, title: Title = lambda left: "", name: str = "") -> None:
@@ -237,7 +237,7 @@ def require_tracker(name: TrackerName) -> None:
 def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], step: int) -> Iterator[Track | None]:
     """Open the tracker of that name for a run that continues after `step`; yield None for 'none'.
 
-    TensorBoard's event files go to the run folder; those of later steps are hidden. trackio logs to a run, named like
+    TensorBoard's event files go to the run folder; later steps in them are hidden. trackio logs to a run, named like
     the folder, of the local project `expert-threshold`.
     """
     if name == "none":

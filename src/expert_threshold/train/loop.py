@@ -36,7 +36,7 @@ SHARED_WITHIN = 10.0  # seconds that a network file system may take to show a ra
 
 
 class TrainResult(NamedTuple):
-    """The progress of a run. loss and bits_per_byte are those of its last validation, None before the first."""
+    """The progress of a run. loss and bits_per_byte: of its last validation, None before the first."""
 
     step: int
     finished: bool  # False if a signal stopped it; there is a checkpoint of `step` then
@@ -54,7 +54,7 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     A skipped step uses up its batch, leaves weights, optimizers and rules as they were, and says why in
     `state.not_finite`; `RunLog` gives up after ten in a row.
 
-    status: returns this rank's status; afterwards `state.status` is that of all ranks.
+    status: returns this rank's status; afterwards `state.status` counts all ranks.
     """
     start = time.perf_counter()
     model, optimizers, shards, local = state.model, state.optimizers, state.shards, state.local

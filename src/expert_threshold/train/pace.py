@@ -1,4 +1,4 @@
-"""Measures how fast a run trains on this machine, before it begins."""
+"""Measures how fast a run trains on this machine, before it starts."""
 
 from __future__ import annotations
 
