@@ -98,7 +98,6 @@ def test_the_mixtures_of_transformers_are_causal_and_their_loads_are_seen(name: 
     assert judged(found) == ALL
     assert found.dtype == "float64"
     for layer in found.layers:
-        assert layer.experts == 8
         assert layer.fanout == 2
         assert {text: sum(load) for text, load in layer.load.items()} == {"cats": 400, "code": 400}
 
@@ -253,7 +252,7 @@ def test_the_page_shows_each_layer_and_each_text(drawn: None) -> None:
     found = audited(mixture())
     page = audit_page(found)
     for layer in found.layers:
-        assert layer.name in page
+        assert layer.router in page
     assert "cats" in page
     assert "failed" not in page
     assert found.to_dict()["layers"][0]["fanout"] == 2

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,43 +15,33 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..data import Tokenizer
 from ..evaluation import Progress
 from ..model import GPT
-from .causality import Check, Choice, Probe, forward, watched
+from .causality import Check, Probe, forward, watched
 from .measures import load_spread, mutual_information
-from .plain import Data, plain
+from .plain import plain
 from .sentences import counted, listed
 
 ROWS, TIME = 4, 48
 """The batch on which causality is judged."""
-LEAST = 4 * ROWS
+LEAST = 16
 """The fewest tokens of a text."""
 BATCH, WINDOW = 8, 512
 """The batches in which loads are measured; a model with a shorter context has shorter windows."""
-PAIRS, SEEN = 8, 5
-"""Pairs of experts that are listed, of those that share at least so many tokens."""
-CHANGES = {
-    "later tokens": "later tokens",
-    "neighbours": "neighbours in the batch",
-    "padding": "padding",
-    "chunks": "chunks of the prefill",
-}
-
-
-class Encodes(Protocol):
-    def encode(self, text: str) -> list[int]: ...
+PAIRS, SHARED = 8, 5
+"""The most pairs of experts that are listed, and the fewest tokens of a pair."""
+CHANGES = {"neighbours": "neighbours in the batch", "chunks": "chunks of the prefill"}
 
 
 class Layer(NamedTuple):
-    """The use of a layer's experts. name: the router's.
+    """The use of a layer's experts. router: its name.
 
     load: tokens of each expert, by text; spread: busiest / mean; entropy: of the loads, 1 if all are equal; dead:
-    experts without tokens; fanout_counts: tokens by their number of experts; drift: how far the mean score of an
-    expert moves from the first half of a text to the second, in its standard deviations, root mean square over experts;
-    pairs: experts that share more tokens than chance, with tokens and their ratio to those expected if experts chose
-    independently; information: bits about the text in the expert of a token.
+    experts without tokens; fanout_counts: tokens by their number of experts; drift: how far the mean score of an expert
+    moves between the halves of a text, in its standard deviations, root mean square over experts; pairs: (expert,
+    expert, tokens, ratio to the tokens expected if experts chose independently), those above 1; information: bits about
+    the text in the expert of a token.
     """
 
-    name: str
-    experts: int
+    router: str
     load: dict[str, list[int]]
     spread: float
     entropy: float
@@ -64,16 +54,14 @@ class Layer(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What was found. known: False if the configuration names experts, but no router of theirs was recognised."""
+    """What was found about a model. dtype: in which causality was judged."""
 
     model: str
     training: bool
-    tokens: int
     dtype: str
     tolerance: float
     checks: list[Check]
     layers: list[Layer]
-    known: bool
 
     @property
     def leaks(self) -> bool:
@@ -82,47 +70,42 @@ class Audit(NamedTuple):
     @property
     def verdict(self) -> str:
         """Return one line."""
-        mode = " in training" if self.training else ""
-        leaks = [self._leak(check) for check in self.checks if check.changed]
-        held = [CHANGES[check.what] for check in self.checks if check.positions and not check.changed]
+        leaks, held = [], []
+        for check in self.checks:
+            what = CHANGES.get(check.what, check.what)
+            first = next((f", experts from {name} on" for name, positions in check.routers.items() if positions), "")
+            if check.changed:
+                of = f"{check.changed} of {check.positions} positions, logits by up to {check.largest:.2g}"
+                leaks.append(f"{what} ({of}{first})")
+            elif check.positions:
+                held.append(what)
         parts = [f"LEAKS through {listed(leaks)}"] if leaks else []
         parts += [f"nothing changes with {listed(held)}"] if held else []
-        parts += [f"{CHANGES[check.what]} not judged ({check.reason})" for check in self.checks if check.reason]
-        return (
-            f"{self.model}: {'not causal' if leaks else 'causal'}{mode}: {'; '.join(parts)}; {self._loads()} "
-            f"[{self.dtype}, tolerance {self.tolerance:.1g}]"
-        )
-
-    def _leak(self, check: Check) -> str:
-        first = next((name for name, positions in check.choices.items() if positions), None)
-        experts = f", experts from {first} on" if first is not None else ""
-        return (
-            f"{CHANGES[check.what]} ({check.changed} of {check.positions} positions, logits by up to "
-            f"{check.largest:.2g}{experts})"
-        )
+        parts += [f"{check.what} not judged ({check.reason})" for check in self.checks if check.reason]
+        causal = f"{'not ' if leaks else ''}causal{' in training' if self.training else ''}"
+        judged = f"[{self.dtype}, tolerance {self.tolerance:.1g}]"
+        return f"{self.model}: {causal}: {'; '.join([*parts, self._loads()])} {judged}"
 
     def _loads(self) -> str:
         if not self.layers:
-            return "no experts" if self.known else "its routers are not recognised, so loads are not measured"
-        worst = max(self.layers, key=lambda layer: layer.spread)
-        dead, fanouts = sum(len(layer.dead) for layer in self.layers), [layer.fanout for layer in self.layers]
+            return "no experts were found"
+        worst, fanouts = max(layer.spread for layer in self.layers), [layer.fanout for layer in self.layers]
         return (
-            f"{counted(len(self.layers), 'layer')} of {worst.experts} experts, fanout "
-            f"{sum(fanouts) / len(fanouts):.2f}, largest load {worst.spread:.2f} times the mean, "
-            f"{counted(dead, 'dead expert')}"
+            f"{counted(len(self.layers), 'layer')} of {len(self.layers[0].fanout_counts) - 1} experts, fanout "
+            f"{sum(fanouts) / len(fanouts):.2f}, largest load {worst:.2f} times the mean, "
+            f"{counted(sum(len(layer.dead) for layer in self.layers), 'dead expert')}"
         )
 
-    def to_dict(self) -> Data:
-        """Return the same as JSON's types."""
-        checks = [check._asdict() | {"leaks": check.changed > 0} for check in self.checks]
-        layers = [layer._asdict() for layer in self.layers]
-        facts = {"leaks": self.leaks, "verdict": self.verdict} | self._asdict()
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON's types."""
+        layers, checks = ([part._asdict() for part in parts] for parts in (self.layers, self.checks))
+        facts = {"leaks": self.leaks, "verdict": self.verdict, **self._asdict()}
         return dict(plain(facts | {"checks": checks, "layers": layers}))
 
 
 def audit(
     model: nn.Module,
-    tokenizer: Encodes,
+    tokenizer: Any,
     texts: Mapping[str, Iterable[str]],
     *,
     tokens: int = 32_768,
@@ -132,57 +115,34 @@ def audit(
 ) -> Audit:
     """Audit a causal language model, ours or one of transformers; the model keeps its mode.
 
-    texts: documents by the text's name. tokens: those to measure loads on, shared among the texts. training: route as
-    in training; dropout stays off. Raises ValueError if the model has no logits or a text is too short.
+    tokenizer: encodes a text into ids. texts: documents by the text's name. tokens: those to measure loads on, shared
+    among the texts. training: route as in training; dropout stays off. Raises ValueError if the model returns no logits
+    or draws at random, or a text is too short.
     """
-    share = max(tokens // len(texts), LEAST)
-    ids = {text: _ids(tokenizer, documents, share) for text, documents in texts.items()}
-    for text, found in ids.items():
+    start = [tokenizer.bos] if isinstance(tokenizer, Tokenizer) else []
+    ids: dict[str, Tensor] = {}
+    for text, documents in texts.items():
+        stream = (token for document in documents for token in (*start, *tokenizer.encode(document)))
+        found = [*islice(stream, max(tokens // len(texts), LEAST))]
         if len(found) < LEAST:
             raise ValueError(f"{text} has {counted(len(found), 'token')}; give at least {LEAST}")
-    device = next(model.parameters()).device
-    context = _context(model)
-    first = torch.cat([*ids.values()]).to(device)
+        ids[text] = torch.tensor(found, device=next(model.parameters()).device)
+    first, context = torch.cat([*ids.values()]), _context(model)
     time = min(TIME, context, len(first) // ROWS)
     with _mode(model, first[None, :time], training):
         probe = Probe(model, first[: ROWS * time].view(ROWS, time))
         checks = probe.checks(progress("causality"))
-        layers = measure(model, {text: found.to(device) for text, found in ids.items()}, context, progress("loads"))
-    known = bool(layers) or not _names_experts(model)
-    return Audit(
-        name,
-        training,
-        sum(map(len, ids.values())),
-        str(probe.dtype).removeprefix("torch."),
-        probe.tolerance,
-        checks,
-        layers,
-        known,
-    )
-
-
-def _ids(tokenizer: Encodes, documents: Iterable[str], most: int) -> Tensor:
-    start = [tokenizer.bos] if isinstance(tokenizer, Tokenizer) else []
-    found: Iterator[int] = (token for text in documents for token in (*start, *tokenizer.encode(text)))
-    return torch.tensor([*islice(found, most)], dtype=torch.int64)
-
-
-def _config(model: nn.Module) -> Any:
-    """Return a configuration of transformers, of the text where there are several."""
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+        layers = measure(model, ids, context, progress("loads"))
+    return Audit(name, training, str(probe.dtype).removeprefix("torch."), probe.tolerance, checks, layers)
 
 
 def _context(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
     if isinstance(model, GPT):
         return min(model.config.context, WINDOW)
-    known = (getattr(_config(model), key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    known = (getattr(config, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return min([WINDOW, *(limit for limit in known if isinstance(limit, int) and limit > 0)])
-
-
-def _names_experts(model: nn.Module) -> bool:
-    counts = (getattr(_config(model), key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 @contextmanager
@@ -194,13 +154,39 @@ def _mode(model: nn.Module, tokens: Tensor, training: bool) -> Iterator[None]:
         with torch.no_grad(), watched(model) as found:
             forward(model, tokens)
         for name in found if training else ():
-            layer = model.get_submodule(name.rpartition(".")[0]).train()
-            for module in layer.modules():
-                module.training &= not isinstance(module, _DropoutNd)
+            for module in model.get_submodule(name.rpartition(".")[0]).modules():
+                module.training = not isinstance(module, _DropoutNd)
         yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module,
+    ids: Mapping[str, Tensor],
+    context: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Layer]:
+    """Return the use of experts in every layer with a router. ids: tokens by text, which are cut into windows."""
+    sums: dict[str, _Sums] = {}
+    texts = {}
+    for text, tokens in ids.items():
+        window = min(context, len(tokens))
+        texts[text] = tokens[: len(tokens) // window * window].view(-1, window)
+    batches = [(text, start) for text, rows in texts.items() for start in range(0, len(rows), BATCH)]
+    for done, (text, start) in enumerate(batches, start=1):
+        batch = texts[text][start : start + BATCH]
+        late = 2 * (torch.arange(batch.numel()) + start * batch.shape[1]) >= texts[text].numel()
+        with watched(model) as found:
+            forward(model, batch)
+        for router, ((scores, assignment), *_) in found.items():
+            if len(assignment) == batch.numel():
+                of_layer = sums.setdefault(router, _Sums(assignment.shape[1], ids))
+                of_layer.add(text, scores.double().cpu(), assignment.cpu(), late)
+        progress(done, len(batches))
+    return [of_layer.layer(router) for router, of_layer in sums.items()]
 
 
 class _Sums:
@@ -210,63 +196,37 @@ class _Sums:
         self.load = {text: torch.zeros(experts, dtype=torch.int64) for text in texts}
         self.fanouts = torch.zeros(experts + 1, dtype=torch.int64)
         self.together = torch.zeros(experts, experts, dtype=torch.float64)
-        self.moments = torch.zeros(2, 3, experts, dtype=torch.float64)  # half; tokens, scores, their squares; expert
+        self.moments = torch.zeros(
+            3, 2, experts, dtype=torch.float64
+        )  # tokens, scores, squares of scores; half; expert
 
-    def add(self, text: str, choice: Choice, late: Tensor) -> None:
+    def add(self, text: str, scores: Tensor, assignment: Tensor, late: Tensor) -> None:
         """late: (tokens,), True in the second half of the text."""
-        assignment, scores = choice.assignment.cpu(), choice.scores.double().cpu()
         self.load[text] += assignment.sum(0)
         self.fanouts += torch.bincount(assignment.sum(1), minlength=len(self.fanouts))
         self.together += assignment.double().T @ assignment.double()
-        for half in (0, 1):
-            mine = scores[late == half]
-            self.moments[half] += torch.stack([torch.ones_like(mine).sum(0), mine.sum(0), mine.square().sum(0)])
+        powers = torch.stack([scores**power for power in range(3)])
+        self.moments += torch.stack([powers[:, ~late].sum(1), powers[:, late].sum(1)], 1)
 
-    def layer(self, name: str) -> Layer:
+    def layer(self, router: str) -> Layer:
         load = torch.stack([*self.load.values()])
         total, experts, tokens = load.sum(0), load.shape[1], int(self.fanouts.sum())
         shares = total / total.sum()
-        pairs = torch.triu_indices(experts, experts, 1).T
-        shared, alone = self.together[pairs[:, 0], pairs[:, 1]], total[pairs].double().prod(1)
-        lift = (shared * tokens / alone).where(shared >= SEEN, 0)
-        best = [place for place in lift.argsort(descending=True)[:PAIRS].tolist() if lift[place] > 1]
-        counts, sums, squares = self.moments.unbind(1)
-        means = sums / counts
-        deviation = ((squares.sum(0) / counts.sum(0)) - (sums.sum(0) / counts.sum(0)).square()).clamp(min=0).sqrt()
-        moved = ((means[1] - means[0]) / deviation).nan_to_num(posinf=0, neginf=0)
+        pairs = torch.triu_indices(experts, experts, 1)
+        shared = self.together[*pairs]
+        lift = (shared * tokens / total[pairs].double().prod(0)).where(shared >= SHARED, 0)
+        best = [pair for pair in lift.argsort(descending=True)[:PAIRS].tolist() if lift[pair] > 1]
+        _, mean, square = self.moments.sum(1) / tokens
+        moved = (self.moments[1] / self.moments[0]).diff(dim=0)[0].square() / (square - mean.square()).clamp(min=0)
         return Layer(
-            name,
-            experts,
+            router,
             {text: each.tolist() for text, each in self.load.items()},
             float(load_spread(total)),
             float(-torch.xlogy(shares, shares).sum() / math.log(experts)) if experts > 1 else 1.0,
             (total == 0).nonzero().flatten().tolist(),
             int(total.sum()) / tokens,
             self.fanouts.tolist(),
-            float(moved.square().mean().sqrt()),
-            [(*pairs[place].tolist(), int(shared[place]), float(lift[place])) for place in best],
-            float(mutual_information(load / load.sum(1, keepdim=True).clamp(min=1))) if len(load) > 1 else 0.0,
+            float(moved.nan_to_num(posinf=0).mean().sqrt()),
+            [(*pairs[:, pair].tolist(), int(shared[pair]), float(lift[pair])) for pair in best],
+            float(mutual_information(load / load.sum(1, keepdim=True).clamp(min=1))),
         )
-
-
-@torch.no_grad()
-def measure(
-    model: nn.Module, ids: Mapping[str, Tensor], context: int, progress: Any = lambda done, total: None
-) -> list[Layer]:
-    """Return the use of experts in every layer with a router, for texts of at least one token, in windows."""
-    sums: dict[str, _Sums] = {}
-    cut = {
-        text: each[: len(each) // (window := min(context, len(each))) * window].view(-1, window)
-        for text, each in ids.items()
-    }
-    batches = [(text, start) for text, rows in cut.items() for start in range(0, len(rows), BATCH)]
-    for done, (text, start) in enumerate(batches, start=1):
-        batch = cut[text][start : start + BATCH]
-        late = 2 * (torch.arange(batch.numel()) + start * batch.shape[1]) >= cut[text].numel()
-        with watched(model) as found:
-            forward(model, batch)
-        for name, (choice, *_) in found.items():
-            if len(choice.assignment) == batch.numel():
-                sums.setdefault(name, _Sums(choice.assignment.shape[1], ids)).add(text, choice, late)
-        progress(done, len(batches))
-    return [each.layer(name) for name, each in sums.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,21 +21,8 @@ from ..train.log import Display
 from .options import COMPUTE, STEP, Option, parse_all
 
 OPTIONS = [
-    Option(
-        "model",
-        str,
-        None,
-        "A run folder, or a model of transformers: a folder or a name.",
-        positional=True,
-        required=True,
-    ),
-    Option(
-        "text",
-        str,
-        None,
-        "A text: .txt, .jsonl or .parquet. Several texts are compared. Defaults to embedded code and docs.",
-        many=True,
-    ),
+    Option("model", str, None, "A run folder, or transformers' folder or name.", positional=True, required=True),
+    Option("text", str, None, "A text file; several are compared. Defaults to embedded code and docs.", many=True),
     Option("tokens", Annotated[int, Bounds(least=LEAST)], 32_768, "Tokens to measure loads on."),
     Option("training", bool, False, "Route as in training, without dropout."),
     Option("page", str | None, None, "A file to write a page to, as HTML."),
@@ -53,9 +40,7 @@ DESCRIPTION = (
 def run(arguments: Sequence[str]) -> None:
     """Print the verdict."""
     options = parse_all("et audit", DESCRIPTION, OPTIONS, arguments)
-    texts: Mapping[str, Iterable[str]] = {
-        name: open_held_out(name).documents("validation") for name in options["text"] or ()
-    } or _embedded()
+    named = {name: open_held_out(name).documents("validation") for name in options["text"] or ()}
     page = None if options["page"] is None else Path(options["page"])
     if page is not None:
         with style():  # which needs matplotlib
@@ -65,15 +50,8 @@ def run(arguments: Sequence[str]) -> None:
     device = pick_device(options["device"])
     model, tokenizer = load_any(options["model"], options["step"], device, pick_dtype(options["dtype"], device))
     with Display(Console(stderr=True), name=options["model"]) as display:
-        found = audit(
-            model,
-            tokenizer,
-            texts,
-            tokens=options["tokens"],
-            training=options["training"],
-            name=options["model"],
-            progress=display.task,
-        )
+        how = {"tokens": options["tokens"], "training": options["training"], "progress": display.task}
+        found = audit(model, tokenizer, named or _embedded(), name=options["model"], **how)
     if page is not None:
         replace_file(page, audit_page(found).encode())
     print(json.dumps(found.to_dict()) if options["json"] else found.verdict)
