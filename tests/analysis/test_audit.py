@@ -256,3 +256,11 @@ def test_the_page_shows_each_layer_and_each_text(drawn: None) -> None:
     assert "cats" in page
     assert "failed" not in page
     assert found.to_dict()["layers"][0]["fanout"] == 2
+
+
+def test_what_a_model_casts_by_itself_is_computed_in_float64() -> None:
+    x = torch.rand(3, dtype=torch.float64)
+    with causality._Exact():
+        assert x.float().equal(x)
+        assert x.softmax(0, dtype=torch.float32).dtype == torch.ones(1).dtype == torch.float64
+    assert x.float().dtype == torch.ones(1).dtype == torch.float32
