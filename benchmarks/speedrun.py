@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from common import compute_dtype, machine, over_seeds, positive, run
 from rich.console import Console
 from rich.progress import Progress
 
-from expert_threshold.analysis.figures.learning import draw_losses, seconds_axis
+from expert_threshold.analysis.figures.learning import TOKENS, draw_losses
 from expert_threshold.analysis.page import save_figure
 from expert_threshold.analysis.results import names_with_sizes, sizes
 from expert_threshold.analysis.sentences import counted
@@ -229,7 +230,7 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], out: Path) -> None:
     """Draw the losses by tokens and by seconds, means over seeds."""
-    for name, axis, scale in (("tokens", 0, {}), ("seconds", 1, {"scale": seconds_axis})):
+    for name, axis, label in (("tokens", 0, TOKENS), ("seconds", 1, "seconds of training")):
         methods = []
         for contestant, curves in result["runs"].items():
             points = [
@@ -237,7 +238,7 @@ def draw(result: dict[str, Any], out: Path) -> None:
                 for at in zip(*curves, strict=True)
             ]
             methods.append({"method": contestant, "kind": contestant, "points": points})
-        save_figure(lambda methods=methods, scale=scale: draw_losses({"methods": methods}, **scale), out / name)  # type: ignore[misc]
+        save_figure(partial(draw_losses, {"methods": methods}, label), out / name)
 
 
 def prepare_nanochat(checkout: Path, dtype: torch.dtype) -> None:

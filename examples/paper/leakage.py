@@ -169,7 +169,7 @@ def draw_leakage_bounds(model: MoELayers) -> Figure:
         "if N·log₂ N": (superlinear, {"color": MUTED, "linewidth": 1}),
     }
     titles = [f"bits per token, {model.layers} layers", "with cutoffs of finite precision"]
-    titles.append("token: choice, told by one cutoff")
+    titles.append("token: choice, encoded in one cutoff")
     key = {name: stroke for name, (_, stroke) in lines.items()}
     figure, every = panels(WIDE, titles, 1.9, columns=3, share=False, key=key)
     for values, stroke in lines.values():
@@ -210,12 +210,8 @@ def _binary_search(axes: Axes, example: Sequence[bool]) -> None:
     axes.set_xlabel("score, cutoff", loc="right")
 
 
-class Bits(NamedTuple):
-    """Bits per token; see `leakage_probe`."""
-
-    pool: float
-    future: float
-    next: float
+BITS = {"pool": "of the rest of the pool", "future": "of its own future", "next": "of the next token"}
+"""What `leakage_probe` measures, with the titles of panels."""
 
 
 def leakage_probe(material: Material) -> list[Data]:
@@ -229,28 +225,26 @@ def leakage_probe(material: Material) -> list[Data]:
     """
     methods: list[Data] = []
     for subject in material.each("leakage", material.routed):
-        own, sizes, bits = pool_tokens(subject.run), list[int](), list[Bits]()
+        own, sizes, bits = pool_tokens(subject.run), list[int](), np.zeros((0, len(BITS)))
         bounded = subject.bounds is not None or (subject.run.has_cutoffs and not subject.rule.looks_ahead)
         if subject.rule.scope(training=True) != "token" and bounded:
             trace = material.trace(subject)
             sizes = sorted({size for size in (*PROBED, own) if size is not None and _fits(size, trace, subject)})
             bits = _probe(trace, subject, sizes)
-        columns = {name: [getattr(each, name) for each in bits] for name in Bits._fields}
-        methods.append({**subject.tag, "own": own, "tokens": sizes, **columns})
+        methods.append({**subject.tag, "own": own, "tokens": sizes, **dict(zip(BITS, bits.T, strict=True))})
     return methods
 
 
 def draw_leakage_probe(probed: Sequence[Data]) -> Figure:
     """Draw the bits that an assignment in training leaks over pool size; a large dot is the pool trained with."""
-    titles = {"pool": "of the rest of the pool", "future": "of its own future", "next": "of the next token"}
-    methods = [entry for entry in probed if any((array(entry[name]) > LEAST).any() for name in titles)]
+    methods = [entry for entry in probed if any((array(entry[name]) > LEAST).any() for name in BITS)]
     key = dict(method_strokes(methods))
     if any(entry["own"] in entry["tokens"] for entry in methods):
         key["pool in training"] = {"color": MUTED, "linestyle": "none", "marker": "o", "markersize": 6}
     x, y = "tokens in the pool", "bits per token, all layers"
-    figure, every = panels(WIDE, list(titles.values()), 1.9, x, y, columns=3, key=key)
+    figure, every = panels(WIDE, list(BITS.values()), 1.9, x, y, columns=3, key=key)
     ticks = sorted({size for entry in methods for size in entry["tokens"]})
-    for axes, name in zip(every, titles, strict=True):
+    for axes, name in zip(every, BITS, strict=True):
         for entry, stroke in zip(methods, strokes(methods), strict=True):
             bits = array(entry[name])
             shown = np.where(bits > LEAST, bits, np.nan)
@@ -293,27 +287,26 @@ class Pool(NamedTuple):
     k_max: int
 
 
-def _probe(trace: Trace, subject: Subject, sizes: Sequence[int]) -> list[Bits]:
-    """Return the bits of pools of each size, over all layers and experts."""
+def _probe(trace: Trace, subject: Subject, sizes: Sequence[int]) -> np.ndarray:
+    """Return the bits of pools of each size, (sizes, 3), over all layers and experts."""
     rule = subject.rule
     found = []
     for time, alike in groupby(sizes, lambda size: min(size, trace.context)):
-        pools = [
-            Pool(size // time - 1, *(rule.load_bounds(size) or (0, size)))  # no bounds, nothing is enforced
-            for size in alike
-        ]
-        totals = np.zeros((len(pools), len(Bits._fields)))
+        # Where there are no bounds, nothing is enforced.
+        pools = [Pool(size // time - 1, *(rule.load_bounds(size) or (0, size))) for size in alike]
+        totals = np.zeros((len(pools), len(BITS)))
         for layer in trace.layers:
             scores = trace.scores(layer)[: max(TOKENS, 2 * time)]
             always = None if rule.looks_ahead else rule.thresholds(trace.state(layer))
             rows = scores[: len(scores) // time * time].view(-1, time, scores.shape[1])
-            totals += np.array(probe_layer(rows, pools, always))
-        found += [Bits(*row) for row in totals.tolist()]
-    return found
+            totals += probe_layer(rows, pools, always)
+        found.append(totals)
+    return np.concatenate([np.zeros((0, len(BITS))), *found])
 
 
-def probe_layer(rows: Tensor, pools: Sequence[Pool], always: Tensor | None) -> list[Bits]:
-    """Return the bits in each pool of scores (sequences, time, experts): means over tokens, summed over experts.
+def probe_layer(rows: Tensor, pools: Sequence[Pool], always: Tensor | None) -> np.ndarray:
+    """Return the bits in each pool of scores (sequences, time, experts), (pools, 3): means over tokens, summed over
+    experts.
 
     always: cutoffs (experts,), or None if the bounds are equal, so that no cutoff matters.
     """
@@ -321,7 +314,7 @@ def probe_layer(rows: Tensor, pools: Sequence[Pool], always: Tensor | None) -> l
     sequences, time, experts = rows.shape
     even = np.full(sequences, 1 / sequences)
     drawn = [generator.multinomial(pool.others, even, size=DRAWS).astype(np.float32) for pool in pools]
-    totals = np.zeros((len(pools), len(Bits._fields)))
+    totals = np.zeros((len(pools), len(BITS)))
     for sample in range(SAMPLES):
         position = sample * time // SAMPLES
         own = rows[int(generator.integers(sequences))]
@@ -337,7 +330,7 @@ def probe_layer(rows: Tensor, pools: Sequence[Pool], always: Tensor | None) -> l
             elsewhere = np.sort(drawn[place] @ in_window, axis=0)  # (draws, experts)
             for expert in range(experts):
                 totals[place] += _bits(room[expert], elsewhere[:, expert], follows[:, expert], later[:, expert])
-    return [Bits(*row) for row in (totals / SAMPLES).tolist()]
+    return totals / SAMPLES
 
 
 def _bits(room: int, elsewhere: np.ndarray, follows: np.ndarray, later: np.ndarray) -> np.ndarray:

@@ -17,9 +17,10 @@ from expert_threshold.analysis import material as material_module
 from expert_threshold.analysis import page
 from expert_threshold.analysis.figures import FIGURES, consistency, cutoffs, load, scores
 from expert_threshold.analysis.material import Domain
-from expert_threshold.analysis.methods import by_method, find_runs, read_subjects, select_runs
+from expert_threshold.analysis.methods import find_runs, read_subjects, select_runs
 from expert_threshold.analysis.page import save_figure
 from expert_threshold.analysis.plain import NotShownError, array, plain
+from expert_threshold.analysis.results import by_method
 from expert_threshold.cli import main
 from expert_threshold.cli.analyze import named_domains
 from expert_threshold.data import DataConfig
@@ -265,15 +266,6 @@ def test_optima_have_as_many_routed_tokens_as_the_rule_whose_share_of_them_is_sh
         assert entry["shares"]["fixed"] == pytest.approx(entry["rule"] / entry["balanced"], rel=1e-4)
         assert entry["balanced"] <= entry["choice"] + 1e-6 or entry["load"] != 1
     assert "(load 100 %)" in load.say_objective(data)
-
-
-def test_the_page_is_whole_in_itself(out: Path) -> None:
-    html = (out / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r'(?:src|href)="(?:https?:)?//', html)
-    ids = re.findall(r' id="([^"]+)"', html)
-    assert len(ids) == len(set(ids))
-    used = set(re.findall(r"url\(#([^)]+)\)", html)) | set(re.findall(r'href="#([^"]+)"', html))
-    assert used <= set(ids)
 
 
 def data_of(out: Path, name: str) -> Any:

@@ -95,7 +95,7 @@ def reason(study: Any, *subjects: Subject) -> str:
 def test_only_rules_that_move_cutoffs_have_them(rule: Rule, moves: bool) -> None:
     subject = subject_of(rule)
     assert subject.run.has_cutoffs == moves
-    left_out = {e.title: e.reason for e in training.routing(subject.run) if isinstance(e, LeftOut)}
+    left_out = {e.title: e.reason for e in training.drawn(training.ROUTING, subject.run) if isinstance(e, LeftOut)}
     assert ("has no cutoffs" in left_out["Cutoffs"]) == (not moves)
 
 

@@ -133,6 +133,7 @@ def run_of(layers: int) -> Any:
     train = [
         {
             "step": step,
+            "steps": 1,
             "cross_entropy": 3.0,
             "loss": 3.0,
             "tokens_per_second": 100.0,

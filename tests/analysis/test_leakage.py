@@ -22,7 +22,6 @@ from examples.paper.leakage import (
     draw_leakage_bounds,
     draw_leakage_probe,
     encode,
-    entropy,
     finite_leakage,
     leakage,
     least_advice,
@@ -70,25 +69,11 @@ def test_leakage_per_token_approaches_a_constant_as_pools_grow(model: MoELayers,
     assert limit(model) - per_token[0] == pytest.approx(missing, abs=slack)
 
 
-@pytest.mark.parametrize("expansion", [2, 8, 16])
-def test_leakage_over_n_log_n_falls_to_nothing(expansion: int) -> None:
-    over = [log2_choices(n, n // expansion) / (n * math.log2(n)) for n in (10**3, 10**6, 10**12)]
-    assert over[1] == pytest.approx(over[0] / 2, rel=0.05)
-    assert over[2] == pytest.approx(over[1] / 2, rel=0.001)
-
-
-def test_the_entropy_of_a_coin_has_the_values_worked_by_hand() -> None:
-    assert [entropy(p) for p in (0, 0.5, 1)] == [0, 1, 0]
-    assert entropy(0.25) == pytest.approx(2 - 0.75 * math.log2(3))
-
-
 @given(models, st.integers(1, 10**6), st.sampled_from([16, 32]))
 def test_finite_precision_leaks_at_most_its_bits_per_pool_and_no_more_than_infinite(
     model: MoELayers, tokens: int, bits: int
 ) -> None:
     found = finite_leakage(model, tokens, bits)
-    assert found * tokens <= model.experts * bits * (1 + 1e-12)
-    assert found <= leakage(model, tokens)
     assert found == pytest.approx(min(model.experts * bits / tokens, leakage(model, tokens)))
 
 
@@ -115,21 +100,6 @@ def test_the_choice_told_is_that_of_expert_choice(choice: list[bool]) -> None:
     assert len(set(scores)) == len(scores)
 
 
-@given(choices, st.integers(0, 300))
-def test_a_score_depends_on_nothing_but_the_choices_before_it(choice: list[bool], other: int) -> None:
-    at = min(other, len(choice))
-    changed = choice[:at] + [not taken for taken in choice[at:]]
-    scores = [decode(encode(c)[0], len(choice))[1] for c in (choice, changed)]
-    assert scores[0][: at + 1] == scores[1][: at + 1]
-
-
-def test_all_choices_together_fill_the_cutoffs_without_overlap() -> None:
-    for tokens in range(7):
-        intervals = sorted(encode(choice) for choice in product([False, True], repeat=tokens))
-        assert (intervals[0][0], intervals[-1][1]) == (0, 1)
-        assert all(a[1] == b[0] for a, b in pairwise(intervals))
-
-
 def test_comparing_with_greater_or_equal_fails_at_the_lower_end() -> None:
     """z = 1{r ≥ c}, as Algorithm 2 writes, takes the one token that this choice leaves."""
     lower, _ = encode([False])
@@ -141,16 +111,6 @@ def test_comparing_with_greater_or_equal_fails_at_the_lower_end() -> None:
 def test_a_causal_decoder_needs_as_much_advice_as_there_are_choices(tokens: int, k: int) -> None:
     """Tries the 2ᴺ − 1 scores that a binary search can ask for."""
     assert least_advice(tokens, k, 2**tokens - 1) == math.comb(tokens, k)
-
-
-@pytest.mark.parametrize("tokens", [2, 3, 4])
-@pytest.mark.parametrize("k", [1, 2])
-def test_with_fewer_scores_less_advice_will_do(tokens: int, k: int) -> None:
-    """The k-th largest itself is advice enough: N different scores are known beforehand, and leak nothing."""
-    needed = [least_advice(tokens, k, levels) for levels in range(tokens, tokens + 4)]
-    assert needed[0] == 1
-    for spare, labels in enumerate(needed):
-        assert labels <= min(math.comb(tokens, k), spare + 1)
 
 
 @pytest.mark.parametrize(("tokens", "k", "levels"), [(2, 1, 3), (3, 1, 3), (3, 2, 3)])
@@ -206,20 +166,19 @@ def test_the_bits_of_a_token_are_those_of_the_joint_distribution(
 def test_an_assignment_that_only_a_cutoff_decides_tells_nothing() -> None:
     rows = torch.randn(8, 16, 4, generator=torch.Generator().manual_seed(0))
     unbounded = Pool(others=3, k_min=0, k_max=10**6)
-    assert probe_layer(rows, [unbounded], torch.zeros(4)) == [(0, 0, 0)]
+    assert not probe_layer(rows, [unbounded], torch.zeros(4)).any()
 
 
 def test_sequence_pools_reveal_only_the_future_and_larger_pools_reveal_less() -> None:
     rows = torch.randn(16, 32, 4, generator=torch.Generator().manual_seed(0))
-    alone, some, many = probe_layer(rows, [Pool(n - 1, 4 * n, 4 * n) for n in (1, 4, 64)], None)
-    assert alone.pool == pytest.approx(alone.future)
-    assert alone.pool > 0.1
-    assert alone.future > some.future > many.future
-    assert alone.next > some.next > many.next > 0
-    assert alone.pool > some.pool > many.pool
-    for bits in (alone, some, many):
-        assert bits.next < bits.future + 0.01
-        assert bits.pool <= 4  # a bit for each expert
+    found = probe_layer(rows, [Pool(n - 1, 4 * n, 4 * n) for n in (1, 4, 64)], None)
+    assert found.min() > 0
+    assert (np.diff(found, axis=0) < 0).all()
+    pool, future, after = found.T
+    assert pool[0] == pytest.approx(future[0])
+    assert (after < future + 0.01).all()
+    assert pool[0] > 0.1
+    assert (pool <= 4).all()  # a bit for each expert
 
 
 def test_what_leaks_nothing_has_no_entry_in_the_key() -> None:
@@ -247,19 +206,8 @@ def test_the_script_says_what_the_paper_and_a_run_say(
 ) -> None:
     for name in ("SAMPLES", "DRAWS"):
         monkeypatch.setattr(script, name, 8)
-    flags = [
-        "--rule",
-        "expert_choice",
-        "--rule.pool",
-        "sequence",
-        "--steps",
-        "2",
-        "--batch-size",
-        "2",
-        "--eval-every",
-        "none",
-    ]
-    assert et(["train", "tiny", *flags, "--out", str(tmp_path / "run")]) == 0
+    rule, sizes = ["--rule", "expert_choice", "--rule.pool", "sequence"], ["--steps", "2", "--batch-size", "2"]
+    assert et(["train", "tiny", *rule, *sizes, "--eval-every", "none", "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()
     main([str(tmp_path / "run"), "--tokens", "512", "--out", str(tmp_path / "out")])
     said = capsys.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -118,12 +117,6 @@ def test_divergences_are_those_of_the_distributions_written_out(pair: list[Tenso
     assert total_variation(*pair) == pytest.approx(sum(tv) / len(tv), abs=1e-12)
 
 
-def test_measures_refuse_assignments_of_different_tokens() -> None:
-    for measure in OVERLAPS + DISTANCES:
-        with pytest.raises(AssertionError):
-            measure(A, A[:, :2])
-
-
 def test_expert_token_ratio_is_the_share_of_tokens_that_each_expert_got() -> None:
     assert expert_token_ratio(A).tolist() == [[0.5, 0.5, 0.25, 0.25]]
 
@@ -131,14 +124,6 @@ def test_expert_token_ratio_is_the_share_of_tokens_that_each_expert_got() -> Non
 def test_fanout_distribution_is_the_share_of_tokens_per_number_of_experts() -> None:
     layers = routed([{0, 1}, {0, 1}, {2}, {3}], [set(), set(), {0, 1, 2, 3}, {3}])
     assert fanout_distribution(layers).tolist() == [[0, 0.5, 0.5, 0, 0], [0.5, 0.25, 0, 0, 0.25]]
-
-
-@given(assignments(1))
-def test_fanout_and_expert_token_ratio_have_the_same_mean_fanout(one: list[Tensor]) -> None:
-    share = fanout_distribution(*one)
-    mean = (share * torch.arange(share.shape[-1])).sum(-1)
-    torch.testing.assert_close(mean, expert_token_ratio(*one).sum(-1))
-    torch.testing.assert_close(share.sum(-1), torch.ones_like(mean))
 
 
 def test_mutual_information_has_the_values_worked_by_hand() -> None:
@@ -169,15 +154,6 @@ def test_load_measures_have_the_values_worked_by_hand() -> None:
     assert load_variation(nothing).isnan()
 
 
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any), st.integers(1, 50))
-def test_load_measures_do_not_depend_on_the_number_of_tokens(load: list[int], factor: int) -> None:
-    one = torch.tensor(load)
-    for measure in (load_spread, load_variation):
-        torch.testing.assert_close(measure(one), measure(factor * one))
-    assert 1 <= load_spread(one) <= len(load)
-    assert 0 <= load_variation(one) <= math.sqrt(len(load) - 1) + 1e-9
-
-
 def test_the_routing_objective_adds_the_scores_of_what_is_assigned() -> None:
     scores = torch.tensor([[1.0, -2.0], [4.0, torch.inf]])
     assert routing_objective(scores, torch.tensor([[True, True], [True, False]])) == 3
@@ -191,9 +167,9 @@ def every_assignment(tokens: int, experts: int) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("tokens", "experts", "experts_per_token", "load"),
     [
-        (4, 2, 1, None),
-        (3, 3, 2, None),
-        (3, 3, 3, None),
+        (4, 2, 1, 2),
+        (3, 3, 2, 2),
+        (3, 3, 3, 3),
         (4, 3, 1, 1),
         (5, 2, 1, 2),
         (5, 2, 2, 1),
@@ -202,13 +178,12 @@ def every_assignment(tokens: int, experts: int) -> list[Tensor]:
     ],
 )
 def test_the_optima_are_the_best_of_all_assignments(
-    tokens: int, experts: int, experts_per_token: int, load: int | None
+    tokens: int, experts: int, experts_per_token: int, load: int
 ) -> None:
     k = tokens * experts_per_token // experts
     every = every_assignment(tokens, experts)
     choices = [z for z in every if (z.sum(0) == k).all()]
-    most = k if load is None else load
-    both = [z for z in every if (z.sum(0) == most).all() and (z.sum(1) <= experts_per_token).all()]
+    both = [z for z in every if (z.sum(0) == load).all() and (z.sum(1) <= experts_per_token).all()]
     for seed in range(3):
         scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
         mine = best_expert_choice(scores, experts_per_token)
@@ -224,22 +199,5 @@ def test_with_ties_the_optimum_is_that_of_linear_assignment(k: int, experts: int
     scores = torch.randn(k * experts, experts, generator=torch.Generator().manual_seed(seed)).round()
     places = scores.double().repeat(1, k).numpy()  # k places of each expert
     rows, columns = linear_sum_assignment(places, maximize=True)
-    found = routing_objective(scores, best_token_choice(scores, 1))
+    found = routing_objective(scores, best_token_choice(scores, 1, k))
     assert found.item() == pytest.approx(places[rows, columns].sum(), abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "experts", "fanout", "load", "named"),
-    [(5, 2, 1, 3, "load=3"), (5, 4, 1, None, "tokens=5"), (4, 4, 0, None, "=0"), (4, 4, 5, None, "=5")],
-)
-def test_constraints_that_cannot_be_met_are_refused(
-    tokens: int, experts: int, fanout: int, load: int | None, named: str
-) -> None:
-    with pytest.raises(ValueError, match=named):
-        best_token_choice(torch.zeros(tokens, experts), fanout, load)
-
-
-def test_without_scipy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ValueError, match="pip install scipy"):
-        best_token_choice(torch.zeros(4, 4), 1)

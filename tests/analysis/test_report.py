@@ -27,7 +27,7 @@ from expert_threshold.analysis.figures.learning import draw_losses
 from expert_threshold.analysis.figures.style import style
 from expert_threshold.analysis.page import CSS, SCRIPT, svg
 from expert_threshold.analysis.records import expert_series, finite, layer_series, mean_loss, series
-from expert_threshold.analysis.report import duration, write_report
+from expert_threshold.analysis.report import write_report
 from expert_threshold.compare.page import comparison_page
 from expert_threshold.compare.running import findings_of, read_runs
 from expert_threshold.data import DataConfig
@@ -160,7 +160,9 @@ def page_of(folder: RunFolder) -> Page:
 
 @pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize("name", RULES)
-def test_a_report_has_the_figures_that_the_rule_has_numbers_for(name: str, run: Callable[..., RunFolder]) -> None:
+def test_a_report_has_the_figures_that_the_rule_has_numbers_for_and_reasons_for_the_others(
+    name: str, run: Callable[..., RunFolder]
+) -> None:
     page = page_of(run(name))
     assert set(page.texts["h3"]) == FIGURES[name]
     assert len(page.texts["figcaption"]) == len(FIGURES[name])
@@ -169,29 +171,10 @@ def test_a_report_has_the_figures_that_the_rule_has_numbers_for(name: str, run: 
         assert "nan" not in caption
     assert page.texts["h1"][0].startswith(name.replace("_", " ").capitalize())
     assert {"Samples", "Validation", "Configuration", "Learning"} <= set(page.texts["h2"])
-
-
-@pytest.mark.parametrize(
-    ("name", "titles", "reason"),
-    [
-        ("dense", ["Usage", "load spread", "cutoffs", "fanout"], "no layer of this model has routed experts"),
-        (
-            "token_choice",
-            ["Cutoffs", "Saturation", "Starvation"],
-            "has no cutoffs",
-        ),
-    ],
-)
-def test_figures_without_a_meaning_are_left_out_with_the_reason(
-    name: str, titles: list[str], reason: str, run: Callable[..., RunFolder]
-) -> None:
-    lines = page_of(run(name)).texts["ul"][-1].split(".")
-    for title in titles:
-        assert any(title in line and reason in line for line in lines), title
-
-
-def test_nothing_is_left_out_of_a_run_by_expert_threshold(report: Report) -> None:
-    assert "Left out" not in report.page.texts["h2"]
+    reasons = {"dense": "no layer of this model has routed experts", "token_choice": "has no cutoffs"}
+    assert ("Left out" in page.texts["h2"]) == (name in reasons)
+    for title in (OF_EXPERTS | OF_CUTOFFS) - FIGURES[name]:
+        assert re.search(f"{title}[^.]*{reasons[name]}", page.texts["ul"][-1])
 
 
 def test_a_page_asks_no_other_host_and_runs_no_script_but_its_own(report: Report) -> None:
@@ -248,7 +231,7 @@ def test_the_same_records_make_the_same_page(report: Report, runs: Path, tmp_pat
 def test_a_run_without_metrics_has_a_report(name: str, run: Callable[..., RunFolder]) -> None:
     page = page_of(run(name, lambda record: None))
     assert "h3" not in page.texts
-    assert "no loss was recorded yet" in page.texts["ul"][-1]
+    assert "Loss: the run has recorded no number of it yet" in page.texts["ul"][-1]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -466,19 +449,15 @@ def test_smoothing_keeps_within_the_numbers_and_a_constant_as_it_is(values: list
     assert smooth([*points, (len(points), math.nan)])[: len(points)] == smoothed
 
 
-@pytest.mark.parametrize(("lines", "points"), [(1, LONGEST), (1000, 24), (10**6, 2)])
-def test_thinned_lines_keep_both_ends(lines: int, points: int) -> None:
-    steps = np.arange(10_000)
+@pytest.mark.parametrize(
+    ("count", "lines", "points"), [(10_000, 1, LONGEST), (10_000, 1000, 24), (10_000, 10**6, 2), (2, 1, 2)]
+)
+def test_long_lines_are_thinned_and_keep_both_ends(count: int, lines: int, points: int) -> None:
+    steps = np.arange(count)
     few, values = thin(steps, steps[:, None] * 2.0, lines)
     assert len(few) == points
-    assert (few[0], few[-1]) == (0, 9_999)
+    assert (few[0], few[-1]) == (0, count - 1)
     assert (values[:, 0] == 2 * few).all()
-
-
-def test_short_lines_are_not_thinned() -> None:
-    steps = np.array([3, 5])
-    assert thin(steps, steps, lines=1)[0].tolist() == [3, 5]
-    assert thin(steps[:1], steps[:1], lines=10**6)[0].tolist() == [3]
 
 
 def test_series_tell_what_was_not_finite() -> None:
@@ -496,7 +475,7 @@ def test_series_tell_what_was_not_finite() -> None:
 
 
 def records_of(key: str, values: list[Any]) -> list[dict[str, Any]]:
-    return [{"step": step, "layers": {"1": {key: value}}} for step, value in enumerate(values, start=1)]
+    return [{"step": step, "steps": 1, "layers": {"1": {key: value}}} for step, value in enumerate(values, start=1)]
 
 
 def test_the_late_loss_does_not_depend_on_how_often_it_is_logged() -> None:
@@ -520,7 +499,7 @@ def test_the_late_loss_does_not_depend_on_how_often_it_is_logged() -> None:
 
 
 def test_sentences_are_computed_from_the_numbers() -> None:
-    losses = [{"step": 1, "cross_entropy": 5.0}, {"step": 8, "cross_entropy": 3.0}, {"step": 10, "cross_entropy": 2.0}]
+    losses = [{"step": step, "steps": 1, "cross_entropy": loss} for step, loss in ((1, 5.0), (8, 3.0), (10, 2.0))]
     text = training.say_loss(run_of(losses, [{"step": 5, "loss": 2.5}, {"step": 10, "loss": 3.5}]))
     assert "from 5.000 at step 1 to 2.000 at step 10" in text
     assert "validation ended at 3.500, 1.000 above the mean of training" in text
@@ -542,14 +521,13 @@ def test_sentences_are_computed_from_the_numbers() -> None:
         "1.500 after 2k; it was never lower."
     )
     cutoffs = [
-        {"step": step, "layers": {"1": {"cutoff": [1.0, -2.0], "cutoff_distance": [0.3, 0.4], "score_std": 2.0}}}
-        for step in (1, 2)
+        {
+            "step": n,
+            "steps": 1,
+            "layers": {"1": {"cutoff": [1.0, -2.0], "cutoff_distance": [0.3, 0.4], "score_std": 2.0}},
+        }
+        for n in (1, 2)
     ]
-    assert "between −2.00 and 1.00" in training.say_cutoffs(run_of(cutoffs))
-    assert "lay on average 0.350 from the cutoff that its scores were compared with" in training.say_cutoffs(
-        run_of(cutoffs)
-    )
-
-
-def test_durations_have_two_units() -> None:
-    assert [duration(s) for s in (0.4, 59.6, 185, 7_800)] == ["0 s", "1 min 00 s", "3 min 05 s", "2 h 10 min"]
+    told = training.say_cutoffs(run_of(cutoffs))
+    assert "between −2.00 and 1.00" in told
+    assert "lay on average 0.350 from the cutoff that its scores were compared with" in told

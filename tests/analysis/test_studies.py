@@ -174,7 +174,7 @@ def test_a_rule_and_its_optima_are_of_the_same_tokens() -> None:
     scores = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)) * torch.linspace(1, 3, 4096)[:, None]
     assignment = torch.nn.functional.one_hot(scores.argmax(1), 8).bool()
     for start in range(0, 4096, 1024):
-        assignment[start : start + 128] = best_token_choice(scores[start : start + 128], 1)
+        assignment[start : start + 128] = best_token_choice(scores[start : start + 128], 1, 16)
     found = _objectives(scores, assignment)
     assert found is not None
     assert found["load"] == 1

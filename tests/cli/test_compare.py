@@ -290,7 +290,7 @@ def test_each_methods_tuned_options_are_recorded_and_kept_apart(
     # Other options do not continue a comparison, and runs with other options are not seeds of one method.
     refused([*both, "--tuned", fast, "--seeds", 2, "--out", one], "matrix_lr=0.1 differs from 0.01")
     join = ["compare", "--join", one, "--join", other, "--out", tmp_path / "joined"]
-    refused(join, f"--join {other}: expert_threshold has matrix_lr=0.1 there and 0.01 in {one}")
+    refused(join, f"--join {other}: expert_threshold has optim.matrix_lr=0.1 there and 0.01 in {one}")
     # The same options continue it, with some of its methods, too; what differs in size has a name of its own.
     assert et("compare", *small, "--rules", "expert_threshold", "--tuned", fast, "--out", other) == 0
     assert [run["method"] for run in record_of(other)["runs"]] == ["dense", "expert_threshold"]
@@ -795,6 +795,7 @@ def recorded(folder: Path, change: Callable[[dict[str, Any]], None], but: str = 
         if path.parents[1].name != but:
             with edit(path) as config:
                 change(config)
+                config["train"]["seed"] += seeds
         if seeds:
             path.parent.rename(path.parents[1] / f"seed_{int(path.parent.name[5:]) + seeds}")
     return folder
@@ -858,7 +859,25 @@ def test_runs_of_one_name_have_one_recipe_whatever_their_seeds(
     assert et(*join) == 0
     assert read(tmp_path / "out" / "joined.json")["table"][0]["seeds"] == 4
     recorded(copy, lambda config: config["optim"].update(matrix_lr=0.5))
-    refused(join, f"--join {copy}: dense has matrix_lr=0.5 there and ")
+    refused(join, f"--join {copy}: dense has optim.matrix_lr=0.5 there and ")
+
+
+def test_runs_that_started_from_another_run_have_a_row_of_their_own(
+    finished: Path, copy: Path, refused: Refused, again: Options, tmp_path: Path
+) -> None:
+    """They counted as further seeds of the runs from scratch."""
+    recorded(copy, lambda config: config.update(init_from="/runs/first"), seeds=10)
+    assert et("compare", "--join", finished, "--join", copy, "--out", tmp_path / "out") == 0
+    rows = {row["method"]: row["seeds"] for row in read(tmp_path / "out" / "joined.json")["table"]}
+    assert rows == dict.fromkeys([*CHOSEN, *(f"{method} (initialised)" for method in CHOSEN)], 2)
+    assert "from scratch where no other is named" in (tmp_path / "out" / "compare.md").read_text()
+    refused(again, "init_from=None differs from '/runs/first'", str(copy))
+
+
+def test_a_copy_of_a_run_is_no_further_seed(copy: Path, again: Options, refused: Refused, tmp_path: Path) -> None:
+    shutil.copytree(copy / "dense" / "seed_0", copy / "dense" / "seed_7")
+    for command in (again, ["compare", "--join", copy, "--out", tmp_path / "out"]):
+        refused(command, f"{copy / 'dense' / 'seed_7'}: holds a run with seed 0")
 
 
 def test_a_name_tells_the_sizes_that_most_runs_do_not_have() -> None:

@@ -524,7 +524,7 @@ def test_the_page_has_a_row_and_figures_for_each_method(command: Options, copy: 
 
 def test_every_finished_trial_is_drawn_and_choices_that_are_numbers_stand_in_their_order(drawn: None) -> None:
     """Trials above the axis were left out, and 16 stood before 4."""
-    from expert_threshold.compare.sweep_figures import draw_options
+    from expert_threshold.compare.sweep_page import draw_options
 
     losses = {"4": 3.0, "16": 3.01, "8": 9.0}
     trials = [trial(n, loss, d=d)._asdict() for n, (d, loss) in enumerate(losses.items())]

@@ -24,13 +24,14 @@ from ..model import GPT
 from ..model.trace import Trace, record_trace
 from ..runs import RunFolder, load_model
 from ..runs.checkpoint import folder_of
-from .methods import Selection, Subject, by_method
+from .methods import Selection, Subject
 from .plain import NotShownError
+from .results import by_method
 
 Item = TypeVar("Item")
 
 DOMAINS = {"code": "HumanEval", "math": "GSM8K"}
-"""The paper's domains, and the question sets that stand for them."""
+"""The paper's domains, and the question sets that represent them."""
 STREAMS = ("validation", "start")
 """Streams of every run: its validation text and the first quarter of it."""
 PASSAGE = 384
@@ -107,7 +108,7 @@ class Material:
             progress(done, len(items))
 
     def read_domains(self) -> None:
-        """Read the text of every domain, to refuse one before the work begins. Raises ValueError as `open_held_out`."""
+        """Read the text of every domain, to refuse one before any work. Raises ValueError as `open_held_out`."""
         for domain in self.streams.domains.values():
             self._opened(domain.source, open_held_out)
 
@@ -122,7 +123,7 @@ class Material:
         return self._trace(subject, stream, cut_windows(self._read(subject, stream).ids, context, tokens), step)
 
     def passages(self, subject: Subject) -> dict[str, tuple[Trace, list[str]]]:
-        """Return name -> the trace of the beginning of a document, and each of its tokens as text.
+        """Return name -> the trace of the start of a document, and each of its tokens as text.
 
         There is one document per available domain, or else one from the validation split. bos has no text.
         """
@@ -163,7 +164,7 @@ class Material:
         corpus = self._opened(str(data), lambda _: open_source(**asdict(DataConfig(**data))))
         if corpus.hash != subject.folder.section("corpus")["hash"]:
             raise ValueError(
-                f"{corpus.name} has changed since {subject.folder.path} began; restore it, or name --data SOURCE"
+                f"{corpus.name} has changed since {subject.folder.path} was started; restore it, or name --data SOURCE"
             )
         return corpus
 

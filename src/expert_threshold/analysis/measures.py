@@ -133,44 +133,26 @@ def best_expert_choice(scores: Tensor, experts_per_token: float) -> Tensor:
     return take(scores[None], cut)[0]
 
 
-def best_token_choice(scores: Tensor, experts_per_token: int, load: int | None = None) -> Tensor:
+def best_token_choice(scores: Tensor, experts_per_token: int, load: int) -> Tensor:
     """Return the assignment that maximises Σ z·r over scores (tokens, experts) with bounded fanouts and equal loads.
 
-    Every expert gets `load` tokens and no token more than `experts_per_token` experts; the default load, tokens ·
-    experts_per_token / experts, gives each token exactly that many (paper, Eq. 3). Solves a linear program whose
-    vertices are integral because its constraints form a bipartite graph; thousands of tokens take seconds. Raises
-    ValueError if tokens cannot fill the experts equally or scipy is missing.
+    Every expert gets `load` tokens and no token more than `experts_per_token` experts; with the highest load, tokens ·
+    experts_per_token / experts, every token gets exactly that many (paper, Eq. 3). Solves a linear program, with scipy,
+    whose vertices are integral because its constraints form a bipartite graph; thousands of tokens take seconds.
     """
-    try:
-        from scipy.optimize import linprog
-        from scipy.sparse import eye, kron
-    except ImportError:
-        raise ValueError("the optimum of token choice needs scipy, which is missing; pip install scipy") from None
+    from scipy.optimize import linprog
+    from scipy.sparse import eye, kron
+
     tokens, experts = scores.shape
-    most, rest = divmod(tokens * experts_per_token, experts)
-    if (rest and load is None) or not 1 <= experts_per_token <= experts:
-        raise ValueError(
-            f"tokens={tokens} with experts_per_token={experts_per_token} cannot fill {experts} experts equally; "
-            f"take a multiple of {experts} tokens and 1 to {experts} experts per token"
-        )
-    load = most if load is None else load
-    if not 0 <= load <= most:
-        raise ValueError(f"load={load} must be from 0 to {most}, all that tokens={tokens} have to give")
-    of_token = kron(eye(tokens), np.ones((1, experts)))  # Σ_i z[t, i]
-    of_expert = kron(np.ones((1, tokens)), eye(experts))  # Σ_t z[t, i]
-    costs = -scores.detach().double().cpu().numpy().ravel()
-    # With the highest load, equal loads leave no token a smaller fanout.
+    assert 0 <= load * experts <= tokens * experts_per_token, "tokens can fill the experts"
     solution = linprog(
-        costs,
-        A_ub=of_token.tocsr(),
+        -scores.double().numpy().ravel(),
+        A_ub=kron(eye(tokens), np.ones((1, experts))).tocsr(),  # Σ_i z[t, i]
         b_ub=np.full(tokens, experts_per_token),
-        A_eq=of_expert.tocsr(),
+        A_eq=kron(np.ones((1, tokens)), eye(experts)).tocsr(),  # Σ_t z[t, i]
         b_eq=np.full(experts, load),
         bounds=(0, 1),
         method="highs-ds",
     )
     assert solution.success, solution.message
-    best = torch.from_numpy(solution.x > 0.5).view(tokens, experts)
-    assert (best.sum(1) <= experts_per_token).all(), "a vertex is whole"
-    assert (best.sum(0) == load).all(), "a vertex is whole"
-    return best.to(scores.device)
+    return torch.from_numpy(solution.x > 0.5).view(tokens, experts)

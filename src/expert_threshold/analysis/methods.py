@@ -18,10 +18,10 @@ from .sentences import listed
 # Options of the training loop that distinguish methods, and other options that do not. Losses compare on equal texts
 # only, so the text, by its hash rather than its path, and the tokens of its validation are among them.
 _TRAINING = ("steps", "batch_size", "accumulation", "eval_tokens", "dtype")
-_ASIDE = ("dispatch", "skip_damaged", "source")
+_ASIDE = ("model.dispatch", "data.skip_damaged", "data.source")
 _NAMES = {
-    ("shared_experts", 0): "no shared expert",
-    ("gate_norm", "fanout"): "fanout norm",
+    ("model.shared_experts", 0): "no shared expert",
+    ("model.gate_norm", "fanout"): "fanout norm",
     ("initialised", True): "initialised",
     ("initialised", False): "from scratch",
 }
@@ -133,7 +133,7 @@ def select_runs(folders: Sequence[RunFolder]) -> Selection:
         seed = subject.run.config["train"]["seed"]
         first = chosen.setdefault((subject.method, seed), subject)
         if first is not subject:
-            left_out[path] = f"seed {seed} of {subject.method}, which {first.folder.path} is, too; a seed counts once"
+            left_out[path] = f"has seed {seed} of {subject.method}, as {first.folder.path} has; a seed counts once"
         elif made != steps:
             unfinished[path] = how_far
     return Selection(list(chosen.values()), left_out, unfinished)
@@ -174,11 +174,6 @@ def _read(folder: RunFolder) -> tuple[Subject, dict[str, Any]]:
         return Subject(folder, run, method_named(run.rule) or name, name), options(run)
 
 
-def by_method(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
-    """Return method -> its runs, which differ by seed."""
-    return {name: [s for s in subjects if s.method == name] for name in dict.fromkeys(s.method for s in subjects)}
-
-
 def legend(subjects: Sequence[Subject]) -> str:
     """Return a sentence on the rule behind each label and on routing in the figures; empty if no run has experts."""
     labels: dict[str, list[str]] = {}
@@ -216,20 +211,21 @@ def _order(subject: Subject) -> tuple[Any, ...]:
 
 
 def options(run: Run) -> dict[str, Any]:
-    """Return the options that define a run, except seed and machine; the rule's options are named `rule.…`."""
-    train, corpus = {name: run.config["train"][name] for name in _TRAINING}, run.config["corpus"]
-    flat = run.config["model"] | run.config["optim"] | run.config["data"] | train
-    flat["initialised"] = run.config.get("init_from") is not None  # seeds may start from different runs
+    """Return the options that define a run by path, except seed and machine."""
+    config, corpus = run.config, run.config["corpus"]
+    sections = {name: config[name] for name in ("model", "optim", "data", "rule")}
+    sections["train"] = {name: config["train"][name] for name in _TRAINING}
+    flat = {f"{section}.{name}": value for section, each in sections.items() for name, value in each.items()}
+    flat["initialised"] = config.get("init_from") is not None  # seeds may start from different runs
     flat["text"] = f"{corpus['name'][:TEXT].strip()} {corpus['hash'][:8]}"
-    flat |= {f"rule.{name}": value for name, value in run.rule.items()}
-    return {name: value for name, value in flat.items() if name not in _ASIDE}
+    return {path: value for path, value in flat.items() if path not in _ASIDE}
 
 
 def _suffixes(mine: Mapping[str, Any], first: Mapping[str, Any], differing: set[str]) -> list[str]:
     """Return what distinguishes a run from the first of its kind, and in options outside the rule from all runs."""
     apart = [name for name in mine if mine[name] != first.get(name, mine[name])]
     apart += [name for name in sorted(differing) if (name, mine[name]) in _NAMES and name not in apart]
-    if "shared_experts" in apart and mine["shared_experts"] == 0:  # two routed experts replace the shared one
+    if "model.shared_experts" in apart and mine["model.shared_experts"] == 0:  # two routed experts replace it
         apart = [name for name in apart if name != "rule.experts_per_token"]
     return [_name(name, mine) for name in apart]
 
@@ -237,4 +233,4 @@ def _suffixes(mine: Mapping[str, Any], first: Mapping[str, Any], differing: set[
 def _name(name: str, mine: Mapping[str, Any]) -> str:
     if name == "text":
         return f"on {mine[name]}"
-    return _NAMES.get((name, mine[name])) or f"{name.removeprefix('rule.')} {mine[name]}"
+    return _NAMES.get((name, mine[name])) or f"{name.rpartition('.')[2]} {mine[name]}"

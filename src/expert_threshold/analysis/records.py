@@ -154,20 +154,20 @@ def mean_loss(train: Sequence[Record], share: float, until: int) -> float | None
     Lines count with the steps they cover, and only if all of these are late: else the earlier, higher losses of a long
     line would enter, and the mean would depend on --log-every. None if there is no such line, or one is not finite.
     """
-    late = [
-        (_number(record["cross_entropy"]), record.get("steps", 1))
-        for record in train
-        if record["step"] - record.get("steps", 1) >= math.floor(share * until) and record["step"] <= until
-    ]
-    steps = sum(covered for _, covered in late)
-    mean = sum(loss * covered for loss, covered in late) / steps if steps else math.nan
+    late = [r for r in train if math.floor(share * until) <= r["step"] - r["steps"] and r["step"] <= until]
+    steps = sum(record["steps"] for record in late)
+    mean = sum(_number(record["cross_entropy"]) * record["steps"] for record in late) / steps if steps else math.nan
     return mean if math.isfinite(mean) else None
 
 
+def late_loss(train: Sequence[Record]) -> float | None:
+    """Return the mean training loss of the last tenth of the steps, as `mean_loss` does."""
+    return mean_loss(train, 0.9, train[-1]["step"]) if train else None
+
+
 def _of_layer(records: Sequence[Record], layer: int) -> list[Record]:
-    return [
-        {"step": record["step"], **record["layers"][str(layer)]} for record in records if str(layer) in record["layers"]
-    ]
+    named = [(record["step"], record["layers"].get(str(layer))) for record in records]
+    return [{"step": step, **measures} for step, measures in named if measures is not None]
 
 
 def _number(value: float | Sequence[float | None] | None) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -12,7 +13,7 @@ from ..files import replace_file
 from ..glossary import as_html
 from ..model import PRESETS, parameter_counts
 from ..runs import RunFolder
-from .figures.training import learning, routing
+from .figures.training import LEARNING, ROUTING, drawn
 from .page import LeftOut, exhibits, facts, folded, left_out, page, section, table, text, text_block
 from .records import Run, finite, read_run, series
 from .sentences import counted, fixed, short
@@ -30,7 +31,7 @@ def write_report(folder: RunFolder, say: Callable[[str], None] = lambda line: No
 
 def report(run: Run, say: Callable[[str], None]) -> str:
     """Return the self-contained page. Raises ValueError with the remedy if matplotlib is missing."""
-    chosen = {"Learning": list(learning(run)), "Routing": list(routing(run))}
+    chosen = {"Learning": list(drawn(LEARNING, run)), "Routing": list(drawn(ROUTING, run))}
     every = [entry for entries in chosen.values() for entry in entries]
     for entry in every:
         if isinstance(entry, LeftOut) and entry.failed:
@@ -72,7 +73,7 @@ def _numbers(run: Run) -> Iterator[tuple[str, str]]:
         yield f"{losses[-1][1]:.3f}", "nats per token, validation"
     if run.train:
         yield short(run.train[-1]["tokens"]), "tokens trained on"
-        yield duration(run.train[-1]["seconds"]), "training"
+        yield str(timedelta(seconds=round(run.train[-1]["seconds"]))), "training, h:mm:ss"
     rates = [rate for _, rate in finite(series(run.train, "tokens_per_second"))]
     if rates:
         yield f"{median(rates):,.0f}", "tokens per second"
@@ -146,15 +147,6 @@ def validations(run: Run) -> str:
             )
         )
     return section("Validation", table(head, rows, "Validation") if rows else "")
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in at most two units: 42 s, 3 min 05 s, 2 h 10 min."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours:
-        return f"{hours:,} h {minute:02} min"
-    return f"{minute} min {second:02} s" if minute else f"{second} s"
 
 
 def _plain(value: object) -> str:

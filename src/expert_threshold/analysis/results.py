@@ -8,15 +8,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median, stdev
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..files import corrupted_file_error
-from ..model import GPTConfig, flops_per_token
+from ..model import flops_per_token
 from ..routing import DENSE
 from ..runs import RunFolder
+from .methods import Subject
+from .records import Record, late_loss, read_run
 from .sentences import fixed, listed
+
+OfMethod = TypeVar("OfMethod", "Result", Subject)
 
 
 class Result(NamedTuple):
@@ -61,8 +65,6 @@ class Row(NamedTuple):
 WARM = 0.25
 """Loads of training are means over the intervals of logging that start after this share of the run; most warmups are
 over then, and methods are compared in the same part of a run."""
-LATE = 0.9
-"""Losses of training are means over the intervals of logging that begin after this share of the run."""
 HEADERS = ("method", "seeds", "validation loss", "bits per byte", "tokens/s", "max load / mean", "fanout")
 NOTES = (
     "Loss in nats per token, mean ± standard deviation over seeds, and fanout, routed experts per token, mean ± "
@@ -74,53 +76,45 @@ NOTES = (
 
 def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
     """Return the result of a run, None if it neither finished nor diverged. Raises ValueError if it is damaged."""
-    train, model, records = folder.section("train"), folder.section("model"), folder.metrics.read()
-    validations = {record["step"]: record for record in records if record["split"] == "validation"}
     with corrupted_file_error(folder.path, f"restore it from a copy, or remove {folder.path} to train that run again"):
-        steps = train["steps"]
-        if any(record.get("event") == "diverged" for record in records):
+        run = read_run(folder)
+        steps, tokens = run.config["train"]["steps"], run.tokens_per_step
+        validations = {record["step"]: record for record in run.validation}
+        if any(record["event"] == "diverged" for record in run.events):
             validations[steps] = {"loss": None, "bits_per_byte": None, "layers": {}}
         elif steps not in validations or (folder.latest_checkpoint() != steps and not folder.has_lost_checkpoints):
             return None
-        tokens = _number(train["batch_size"] * train["accumulation"] * model["context"])
         last = validations[steps]
         layers = last["layers"].values()
-        counts = [sum(counts) for counts in zip(*(layer["fanout_counts"] for layer in layers), strict=True)]
-        fanout_mean, fanout_std = _moments(counts)
+        counts = np.array([sum(counts) for counts in zip(*(layer["fanout_counts"] for layer in layers), strict=True)])
+        shares = counts / counts.sum() if counts.any() else None  # of the tokens, by fanout
+        fanout_mean, fanout_std = (None, None) if shares is None else moments(shares)
         spreads = [layer["load_spread"] for layer in layers if layer["load_spread"] is not None]  # None: no tokens
-        training = [record for record in records if record["split"] == "train"]
-        loss, late = (
-            _number(last["loss"]),
-            [r["cross_entropy"] for r in training if r["step"] - r["steps"] >= math.floor(LATE * steps)],
-        )
-        logged, validated = [0, *(r["step"] for r in training)], sorted(validations)
-        config = GPTConfig.from_dict(folder.config)
-        fanouts = [_over_training([r], "fanout_mean", mean) for r in training]
-        warmup = max(WARM * steps, 0 if config.rule is None else config.rule.warmup)
-        warm = [record for record in training if record["step"] - record["steps"] >= warmup]
-        flops = [float(tokens * flops_per_token(config, rate=fanout)) for fanout in fanouts]
+        logged, validated = [0, *(record["step"] for record in run.train)], sorted(validations)
+        fanouts = [_over_training([record], "fanout_mean", mean) for record in run.train]
+        warmup = max(WARM * steps, run.warmup_steps)
+        flops = [float(tokens * flops_per_token(run.model, rate=fanout)) for fanout in fanouts]
+        loss, late = _number(last["loss"]), late_loss(run.train)
         return Result(
             method,
             seed,
             loss,
             _number(last["bits_per_byte"]),
-            median(record["tokens_per_second"] for record in training) if training else None,
+            median(record["tokens_per_second"] for record in run.train) if run.train else None,
             max(spreads, default=None),
             fanout_mean,
             fanout_std,
             [(step * tokens, _number(validations[step]["loss"])) for step in validated],
-            np.interp(validated, logged, [0.0, *(r["seconds"] for r in training)]).tolist(),
+            np.interp(validated, logged, [0.0, *(record["seconds"] for record in run.train)]).tolist(),
             np.interp(validated, logged, [0.0, *np.cumsum(np.diff(logged) * flops)]).tolist(),
-            _over_training(warm, "load_spread", max),
-            _over_training(training, "fanout_mean", mean),
-            counts[0] / sum(counts) if sum(counts) else None,
-            None if loss is None or not late or None in late else loss - mean(late),
+            _over_training([r for r in run.train if r["step"] - r["steps"] >= warmup], "load_spread", max),
+            _over_training(run.train, "fanout_mean", mean),
+            None if shares is None else float(shares[0]),
+            None if loss is None or late is None else loss - late,
         )
 
 
-def _over_training(
-    records: Sequence[Mapping[str, Any]], name: str, over_layers: Callable[[list[float]], float]
-) -> float | None:
+def _over_training(records: Sequence[Record], name: str, over_layers: Callable[[list[float]], float]) -> float | None:
     """Return the mean over steps of a value that each layer logs; None without experts."""
     values = [[layer[name] for layer in record["layers"].values()] for record in records]
     if not all(values) or not values or any(value is None for layers in values for value in layers):
@@ -136,21 +130,16 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _moments(counts: Sequence[int]) -> tuple[float | None, float | None]:
-    """Return mean and standard deviation of fanout, where `counts[n]` tokens have fanout n; None without tokens."""
-    total = sum(counts)
-    if not total:
-        return None, None
-    center = sum(n * count for n, count in enumerate(counts)) / total
-    return center, (sum(count * (n - center) ** 2 for n, count in enumerate(counts)) / total) ** 0.5
+def moments(shares: np.ndarray) -> tuple[float, float]:
+    """Return mean and standard deviation of the fanout of tokens, of which a share `shares[n]` has fanout n."""
+    fanout = np.arange(len(shares))
+    center = float(fanout @ shares)
+    return center, float((fanout - center) ** 2 @ shares) ** 0.5
 
 
-def runs_by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
+def by_method(runs: Sequence[OfMethod]) -> dict[str, list[OfMethod]]:
     """Return the runs of each method, in order of first occurrence."""
-    runs: dict[str, list[Result]] = {}
-    for result in results:
-        runs.setdefault(result.method, []).append(result)
-    return runs
+    return {name: [run for run in runs if run.method == name] for name in dict.fromkeys(run.method for run in runs)}
 
 
 def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
@@ -164,12 +153,13 @@ def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
         "expert_lr": None if dense else f"experts at {'the usual rate' if rate is None else f'rate {rate:g}'}",
         "gate_norm": None if dense else f"{model['gate_norm'] or 'no'} norm",
         "steps": f"{config['train']['steps']:,} steps",
+        "start": "from scratch" if config.get("init_from") is None else "initialised",
     }
 
 
 def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, str | None]]]) -> tuple[list[str], str]:
-    """Return each run's method, followed by those of its `sizes` that are not the usual ones, as in
-    `dense (1,260 steps)`, and a clause that tells the usual ones, empty if all runs have them.
+    """Return each run's method, followed by the `sizes` in which it is unusual, as in
+    `dense (1,260 steps)`, and a clause that names the usual ones, empty if all runs have them.
 
     Usual is what most runs have, the first of equals.
     """
@@ -186,32 +176,30 @@ def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, str | None]]]) -> tu
 
 def summarise(results: Sequence[Result]) -> list[Row]:
     """Return a row for each method, in order of first occurrence."""
-    rows = []
-    for method, runs in runs_by_method(results).items():
-        losses = [run.loss for run in runs]
-        bits = [run.bits_per_byte for run in runs]
-        rows.append(
-            Row(
-                method,
-                len(runs),
-                over_seeds(mean, losses),
-                over_seeds(stdev, losses),
-                over_seeds(mean, bits),
-                over_seeds(stdev, bits),
-                over_seeds(median, [run.tokens_per_second for run in runs]),
-                over_seeds(mean, [run.load_spread for run in runs]),
-                over_seeds(mean, [run.fanout_mean for run in runs]),
-                over_seeds(mean, [run.fanout_std for run in runs]),
-                over_seeds(mean, [run.load_spread_trained for run in runs]),
-            )
+    return [
+        Row(
+            method,
+            len(runs),
+            over_runs(runs, "loss"),
+            over_runs(runs, "loss", stdev),
+            over_runs(runs, "bits_per_byte"),
+            over_runs(runs, "bits_per_byte", stdev),
+            over_runs(runs, "tokens_per_second", median),
+            *(over_runs(runs, name) for name in Row._fields[-4:]),
         )
-    return rows
+        for method, runs in by_method(results).items()
+    ]
+
+
+def over_runs(runs: Sequence[Result], name: str, statistic: Callable[[list[float]], float] = mean) -> float | None:
+    """Return the statistic of a field of the results as `over_seeds` does."""
+    return over_seeds(statistic, [getattr(run, name) for run in runs])
 
 
 def curves(results: Sequence[Result]) -> dict[str, list[tuple[int, float | None]]]:
     """Return (tokens, validation loss) by method, the mean over seeds, at the steps that all of them validated."""
     found = {}
-    for method, runs in runs_by_method(results).items():
+    for method, runs in by_method(results).items():
         losses = [dict(run.curve) for run in runs]
         shared = [tokens for tokens in losses[0] if all(tokens in each for each in losses)]
         found[method] = [(tokens, over_seeds(mean, [each[tokens] for each in losses])) for tokens in shared]

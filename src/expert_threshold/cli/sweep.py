@@ -13,8 +13,9 @@ from rich.table import Table
 
 from ..analysis.sentences import counted, fixed
 from ..compare.experiment import opened
+from ..compare.running import OF_EXPERTS
 from ..compare.sweep import SWEEP, Choice, Range, Space, Sweep, Tunable, require_optuna
-from ..compare.sweep_page import show_value
+from ..compare.sweep_page import show_value, write_page
 from ..config import DEFAULT_PRESET, KINDS, RunConfig, by_path, kinds, nested
 from ..install import et
 from ..option import Bounds, Count, Minutes, alternatives, bare, did_you_mean, parse_value
@@ -41,17 +42,7 @@ FACTOR = 8
 RATES = ("optim.matrix_lr", "optim.embed_lr", "optim.head_lr", "optim.router_lr")
 SHARE, LEAST_STEPS, VALIDATIONS = 10, 100, 4
 """By default a trial has a tenth of the preset's steps, at least 100, and four validations."""
-OF_EXPERTS = (
-    "optim.router_lr",
-    "optim.expert_lr",
-    "optim.router_optimizer",
-    "model.z_loss",
-    "model.gate_norm",
-    "model.d_expert",
-    "model.shared_experts",
-    "model.dense_layers",
-)
-"""Options without effect on a dense model; its space leaves them out."""
+
 NOT_SEARCHED = {
     "rule.name": "compare methods with --methods",
     "model.vocab_size": "the loss of a token depends on the vocabulary",
@@ -111,7 +102,7 @@ def run(arguments: Sequence[str]) -> None:
     console = console_for_tables()
     searched = " ".join(f"{name}={entry.text}" for name, entry in space.items())
     with opened(out, SWEEP) as folder:
-        sweep = Sweep(folder, methods, start_of(given), searched, trials=trials, seeds=seeds, minutes=minutes)
+        sweep = Sweep(folder, methods, start_of(given), searched, trials, seeds, minutes)
         sweep.begin(console)
         introduce(console, sweep)
         try:
@@ -287,7 +278,7 @@ def introduce(console: Console, sweep: Sweep) -> None:
         seconds = sweep.estimate()
         text += f", at most {clock(seconds * left)} at {clock(seconds)} a trial, less what is pruned"
         if sweep.minutes is not None:
-            text += f"; begins none that would end after {sweep.minutes:g} minutes"
+            text += f"; starts none that would finish after {sweep.minutes:g} minutes"
     say(console, text)
 
 
@@ -311,7 +302,7 @@ def conclude(sweep: Sweep, given: Given) -> str:
     sweep.write()
     best = next((name for name in sweep.methods if (folder / name / "best.json").is_file()), None)
     try:
-        sweep.write_page()
+        write_page(folder / "sweep.html", sweep.result())
         where = f"results in {folder}: sweep.html and .json, METHOD/best.json"
     except ValueError as missing:
         where = f"results in {folder}, but no page: {missing}"

@@ -48,8 +48,8 @@ def opened(out: str, kind: Kind) -> Iterator[Path]:
     Raises ValueError if it exists and is not such an experiment.
     """
     folder = Path(out)
-    begun = (folder / kind.file).is_file()
-    if folder.exists() and not begun and not (folder.is_dir() and is_vacant(folder)):
+    started = (folder / kind.file).is_file()
+    if folder.exists() and not started and not (folder.is_dir() and is_vacant(folder)):
         raise ValueError(f"--out {folder}: already exists and is not a {kind.name}; name another --out")
     missing = missing_folders(folder)
     folder.mkdir(parents=True, exist_ok=True)

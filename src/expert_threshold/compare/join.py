@@ -9,7 +9,7 @@ from typing import Any
 from ..analysis.results import names_with_sizes, sizes
 from ..analysis.sentences import counted, listed
 from ..routing import DENSE
-from .experiment import Kind
+from .experiment import Kind, options_by_path
 from .findings import Findings
 from .judgement import chosen_baseline
 from .running import OF_EXPERTS, ComparedRun, budget, findings_of, read_runs, several_versions
@@ -53,14 +53,15 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
 
 def _budget(run: ComparedRun) -> dict[str, Any]:
     corpus = {"text": run.text.corpus, "tokenizer": run.text.tokenizer}
-    return corpus | budget(run.config["train"], run.config["model"])
+    data = {name: value for name, value in run.config["data"].items() if name not in ("source", "skip_damaged")}
+    return corpus | data | budget(run.config["train"], run.config["model"])
 
 
 def _recipe(run: ComparedRun) -> dict[str, Any]:
-    """Return the options of optimizer, model and rule; of a dense model without those of experts."""
-    every = {**run.config["optim"], **run.config["model"], **run.config["rule"]}
-    left_out = {"dispatch", *(OF_EXPERTS if run.config["rule"]["name"] == DENSE else ())}
-    return {name: value for name, value in every.items() if name not in left_out}
+    """Return the options of optimizer, model and rule that have an effect."""
+    left_out = {"model.dispatch", *(OF_EXPERTS if run.config["rule"]["name"] == DENSE else ())}
+    every = options_by_path(run.config).items()
+    return {path: value for path, value in every if not path.startswith(("train.", "data.")) and path not in left_out}
 
 
 def _loss(run: ComparedRun) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from ..analysis.results import Result, over_seeds, runs_by_method
+from ..analysis.results import Result, by_method, over_runs, over_seeds
 from ..analysis.sentences import counted, fixed, signed
 from ..recipes import REFERENCE
 from .paired import FEW, Corrected, Difference, corrected, paired
@@ -63,7 +63,7 @@ def chosen_baseline(baseline: str | None, methods: Sequence[str]) -> str:
 
 def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, timed: bool = True) -> list[Judged]:
     """Return each method that shares a seed with the baseline, in order of first occurrence."""
-    runs = {method: {run.seed: run for run in own} for method, own in runs_by_method(results).items()}
+    runs = {method: {run.seed: run for run in own} for method, own in by_method(results).items()}
     rows, family = [], dict[str, list[float]]()
     for method, own in runs.items():
         pairs = [(run, runs[baseline][seed]) for seed, run in own.items() if seed in runs.get(baseline, {})]
@@ -165,20 +165,11 @@ def shown(difference: Difference | None) -> str:
 def load_cells(results: Sequence[Result]) -> list[list[str]]:
     """Return the cells below `LOADS`, means over seeds."""
     lines = []
-    for method, runs in runs_by_method(results).items():
-        spread, fanout, without, gap = (
-            over_seeds(mean, [getattr(run, name) for run in runs])
-            for name in ("load_spread", "fanout_trained", "unrouted", "gap")
-        )
-        lines.append(
-            [
-                method,
-                fixed(spread, 2),
-                fixed(fanout, 3),
-                "–" if without is None else f"{100 * without:.1f} %",
-                "–" if gap is None else signed(gap),
-            ]
-        )
+    for method, runs in by_method(results).items():
+        names = ("load_spread", "fanout_trained", "unrouted", "gap")
+        spread, fanout, without, gap = (over_runs(runs, name) for name in names)
+        share = "–" if without is None else f"{100 * without:.1f} %"
+        lines.append([method, fixed(spread, 2), fixed(fanout, 3), share, signed(gap)])
     return lines
 
 
@@ -197,14 +188,13 @@ def notes(rows: Sequence[Judged], baseline: str, margin: float) -> str:
             )
         correction += ". "
     return (
-        f"Differences of validation losses to {baseline}, in nats per token, are paired by seed; ± is the 95 % "
+        f"Differences are validation losses minus {baseline}'s, in nats per token, paired by seed; ± is the 95 % "
         "interval of their mean by Student's t. Verdict: equivalent if the mean lies within "
         f"±{margin:g} by two one-sided tests at 5 %, lower or higher if the interval excludes 0, open otherwise. "
         f"{correction}"
-        "At equal FLOPs and seconds: at those of the cheaper run of the "
-        "pair, linear between validations; a run cut short there has not finished its schedule. FLOPs are those of "
-        "training by the measured fanout of each step, seconds those of optimizer steps. Tokens "
-        "without expert: in validation. "
-        "Validation − training: the last validation loss minus the loss of training's last tenth; none if an interval "
-        "is longer."
+        "At equal FLOPs or seconds, both losses are read where each run has used as many as the cheaper run of the "
+        "pair, linearly between validations; a run cut short there has not finished its schedule. FLOPs count training "
+        "with the measured fanout of each step, seconds count optimizer steps. Tokens without expert are counted in "
+        "validation. Validation − training: the last validation loss minus the loss of training's last tenth; missing "
+        "if an interval is longer."
     )

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from html import escape
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from ..analysis.figures.axes import Strokes, draw_key, rows_of
-from ..analysis.figures.learning import draw_losses, seconds_axis
+from ..analysis.figures.learning import draw_losses
 from ..analysis.figures.style import GRID, INK, METHODS, MUTED, WIDE
 from ..analysis.methods import options
-from ..analysis.page import exhibit, exhibits, links, options_that_differ, page, save_figure, table
+from ..analysis.page import exhibit, exhibits, links, options_that_differ, page, save_figure, section, table, text
 from ..analysis.plain import Data
 from ..analysis.records import read_run
-from ..analysis.results import Result, curves, runs_by_method
+from ..analysis.results import Result, by_method, curves
 from ..files import replace_file
 from ..runs import RunFolder
 from .findings import Findings
@@ -59,15 +58,14 @@ def comparison_page(findings: Findings, folder: Path) -> str:
     shown = []
     if any(row.difference is not None for row in judged):
         shown.append(exhibit("Differences", band, partial(draw_differences, judged, baseline, margin)))
-    shown.append(exhibit("Loss by tokens", "Means over seeds.", lambda: draw_losses(by_tokens(results))))
+    shown.append(exhibit("Loss by tokens", "Means over seeds.", partial(draw_losses, by_tokens(results))))
     if any(row.seconds is not None for row in judged):
-        by_time = partial(draw_losses, scale=seconds_axis)
-        shown.append(exhibit("Loss by seconds", "Means over seeds.", lambda: by_time(by_seconds(results))))
+        by_time = partial(draw_losses, by_seconds(results), "seconds of training")
+        shown.append(exhibit("Loss by seconds", "Means over seeds.", by_time))
     titles = ("Losses and loads", f"Against {baseline}", "Loads")
-    body = [f"<h1>Comparison</h1><p>{escape(findings.headline)}</p>"]
+    body = [f"<header><h1>Comparison</h1>{text(findings.headline)}</header>"]
     for title, (head, lines, note) in zip(titles, findings.tables(str), strict=True):
-        body.append(f"<h2>{escape(title)}</h2>{table(head, lines, title)}")
-        body += [f'<p class="muted">{escape(note)}</p>'] if note else []
+        body.append(section(title, table(head, lines, title), text(note, muted=True) if note else ""))
     runs = [(method, RunFolder(path)) for method, paths in findings.folders.items() for path in paths]
     reports = {f"{method}, {run.path.name.replace('_', ' ')}": run.report for method, run in runs}
     reports["Analysis"] = folder / "analysis" / "report.html"
@@ -84,7 +82,7 @@ def by_tokens(results: Sequence[Result]) -> Data:
 
 def by_seconds(results: Sequence[Result]) -> Data:
     """Return the same losses over the mean seconds at which they were measured."""
-    found, runs = by_tokens(results), runs_by_method(results)
+    found, runs = by_tokens(results), by_method(results)
     for entry in found["methods"]:
         own = runs[entry["method"]]
         clocks = [dict(zip((tokens for tokens, _ in run.curve), run.clock, strict=True)) for run in own]
@@ -95,7 +93,7 @@ def by_seconds(results: Sequence[Result]) -> Data:
 def draw_differences(judged: Sequence[Judged], baseline: str, margin: float) -> Figure:
     """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin.
 
-    Colours tell verdicts. One outlier does not decide the scale: an interval that goes on beyond an edge has an arrow
+    Colours show verdicts. One outlier does not decide the scale: an interval that goes on beyond an edge has an arrow
     there, and a mean beyond it is a number there.
     """
     rows = [(row.method, row.difference) for row in judged if row.difference is not None]
@@ -121,8 +119,8 @@ def draw_differences(judged: Sequence[Judged], baseline: str, margin: float) -> 
             continue
         side = math.copysign(edge, difference.mean)
         align = "right" if side > 0 else "left"
-        text = axes.text(side, place, interval(difference), ha=align, va="center", color=colour)
-        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
+        number = axes.text(side, place, interval(difference), ha=align, va="center", color=colour)
+        number.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
     axes.set_xlabel(f"validation loss minus {baseline}'s (nats per token)", loc="right")
     axes.locator_params(axis="x", nbins=6)  # more labels of "−0.06" would touch
     return figure

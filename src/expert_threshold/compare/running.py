@@ -36,11 +36,15 @@ from .findings import Findings
 from .judgement import MARGIN
 
 COMPARISON = Kind("comparison", "compare.json")
-# Options of training and of the model in which runs that are compared must agree. Rules may differ, and so may what
-# `results.sizes` names; `dispatch` is how a layer is computed.
+# Options of training in which runs that are compared must agree, and options of the model in which they may differ:
+# rules, what `results.sizes` names, and `dispatch`, which is how a layer is computed.
 SHARED = ("batch_size", "accumulation", "eval_tokens", "dtype")
-OF_EXPERTS = ("d_expert", "shared_experts", "gate_norm", "expert_lr", "router_lr")
-NOT_SHARED = ("dispatch", *OF_EXPERTS)
+NOT_SHARED = ("dispatch", "d_expert", "shared_experts", "gate_norm")
+OF_EXPERTS = {
+    *(f"model.{name}" for name in ("d_expert", "shared_experts", "gate_norm", "z_loss", "dense_layers")),
+    *(f"optim.{name}" for name in ("router_lr", "expert_lr", "router_optimizer")),
+}
+"""Options without effect on a dense model."""
 
 
 class ComparedRun(NamedTuple):
@@ -72,6 +76,8 @@ def read_runs(folder: Path) -> list[ComparedRun]:
             run, method = RunFolder.open(path.parent), path.parent.parent.name
             for section in (*SECTIONS, "corpus", "machine", "versions"):
                 run.section(section)  # a configuration that lacks one is refused here
+            if (own := run.config["train"].get("seed")) != seed:  # a copy would count as another seed
+                raise ValueError(f"{run.path}: holds a run with seed {own}; remove it, or call it seed_{own}")
             found.append(ComparedRun(folder, method, seed, run, run.config, read_result(run, method, seed)))
     return sorted(found, key=lambda run: (usual.index(run.method) if run.method in usual else len(usual), *run[1:3]))
 
@@ -127,7 +133,7 @@ class Comparison(NamedTuple):
             if run.method not in self.configs:
                 own = {f"model.{name}" for name in NOT_SHARED}
                 now = {path: now[path] for path in now if path not in own and not path.startswith(("optim.", "rule."))}
-            require_same(now, before, self.folder)
+            require_same(now | {"init_from": None}, before | {"init_from": run.config.get("init_from")}, self.folder)
 
     def train(self, console: Console) -> None:
         """Train every unfinished run, all methods of one seed before the next seed; a run already begun is resumed.

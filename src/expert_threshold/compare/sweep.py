@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +38,7 @@ from .experiment import (
     with_dtype,
     with_shards,
 )
-from .sweep_page import show_value, write_page
+from .sweep_page import show_value
 
 if TYPE_CHECKING:
     from optuna.storages import JournalStorage
@@ -175,6 +175,7 @@ def require_optuna() -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
+@dataclass
 class Sweep:
     """A study of each method in one folder.
 
@@ -187,30 +188,21 @@ class Sweep:
     options start from.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        methods: Mapping[str, Tunable],
-        start: Mapping[str, str],
-        space: str,
-        *,
-        trials: int,
-        seeds: int,
-        minutes: float | None,
-    ) -> None:
-        self.folder = folder
-        self.methods = methods
-        self.start = start
-        self.space = space
-        self.trials = trials
-        self.seeds = seeds
-        self.minutes = minutes
-        self._studies: dict[str, Study] = {}
-        self._earlier: dict[str, Any] = {}  # results of methods that are left out this time
-        self._rules = {name: rule_to_dict(method.config.model.rule) for name, method in methods.items()}
-        self._known: KnownText | None = None
-        self._config = next(iter(methods.values())).config  # what the runs share, but for the rule and the space
-        self._text: Text | None = None
+    folder: Path
+    methods: Mapping[str, Tunable]
+    start: Mapping[str, str]
+    space: str
+    trials: int
+    seeds: int
+    minutes: float | None
+    _studies: dict[str, Study] = field(default_factory=dict)
+    _earlier: dict[str, Any] = field(default_factory=dict)  # results of methods that are left out this time
+    _known: KnownText | None = None
+    _text: Text | None = None
+
+    def __post_init__(self) -> None:
+        self._rules = {name: rule_to_dict(method.config.model.rule) for name, method in self.methods.items()}
+        self._config = next(iter(self.methods.values())).config  # what the runs share, but for the rule and the space
 
     def begin(self, console: Console) -> None:
         """Open the studies. A new sweep first reads its text, so that nothing is written if that is impossible.
@@ -332,7 +324,7 @@ class Sweep:
         from optuna.trial import TrialState
 
         study, (_, space, present, configure, _) = self._studies[method], self.methods[method]
-        # A sampler of its own for each trial, so that a continued study draws what one that never stopped does.
+        # Each trial has its own sampler, so that a continued study draws what an uninterrupted one does.
         study.sampler = optuna.samplers.TPESampler(seed=SEED + number, n_startup_trials=SPREAD, constant_liar=False)
         has_present = len(present) == len(space)
         is_present = has_present and number == 1
@@ -458,10 +450,6 @@ class Sweep:
             },
             "trials": [trial._asdict() for trial in trials],
         }
-
-    def write_page(self) -> None:
-        """Write sweep.html. Raises ValueError if matplotlib is missing."""
-        write_page(self.folder / "sweep.html", self.result())
 
 
 def open_journal(path: Path) -> JournalStorage:

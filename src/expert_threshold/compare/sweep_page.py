@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from html import escape
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..analysis.page import Exhibit, LeftOut, exhibit, exhibits, facts, folded, page, section, table, text
+from ..analysis.figures.axes import log_ticks, panels, single, whole_ticks
+from ..analysis.figures.style import ACCENT, INK, MUTED, NARROW, WIDE
+from ..analysis.page import exhibit, exhibits, facts, folded, page, section, table, text
 from ..analysis.sentences import counted, fixed
 from ..files import replace_file
-from .sweep_figures import draw_curves, draw_options, draw_trials
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 STATES = ("finished", "pruned", "diverged", "refused")
+HEAD = 0.6
+"""The share of the losses, from the best up, that a figure has room for; those of failures would flatten it."""
+ROOM = 0.02
+"""The least range of losses, in nats per token, that a figure shows."""
 
 
 def write_page(path: Path, result: Mapping[str, Any]) -> None:
     """Write the page of the content of sweep.json. Raises ValueError with the remedy if matplotlib is missing."""
     options, studies = result["options"], result["studies"]
+    figures = {
+        "Loss over each option": (
+            "Each dot is a finished trial, the larger one the best; a triangle is one with a higher loss.",
+            draw_options,
+        ),
+        "Trials": ("Each finished trial, and the best so far.", draw_trials),
+        "Curves": ("Validation during each trial; the best in colour, those stopped early dashed.", draw_curves),
+    }
     tokens = options["train.batch_size"] * options["train.accumulation"] * options["model.context"]
     sizes = [f"{options[f'model.{name}']:,}" for name in ("layers", "d_model", "vocab_size")]
     title = f"Sweep: {' with '.join(result['start'].values())}"
@@ -31,57 +50,27 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
     body = [
         f"<header><h1>{escape(title)}</h1>\n{facts(entries.items())}</header>",
         section("Best options", table(*best_options(studies), "Best options"), text("Nats per token of validation.")),
-        *(exhibits(name, figures(study)) for name, study in studies.items() if study["best"] is not None),
+        *(
+            exhibits(name, [exhibit(title, why, partial(draw, study)) for title, (why, draw) in figures.items()])
+            for name, study in studies.items()
+            if study["best"] is not None
+        ),
         *(trials(name, study) for name, study in studies.items()),
     ]
     replace_file(path, page(title, body).encode(errors="replace"))
 
 
 def best_options(studies: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the head and a row for each method: trials, losses, and the best value and range of each option."""
+    """Return the head and a row for each method: trials, losses, and the best value of each option."""
     options = list(dict.fromkeys(option for study in studies.values() for option in study["options"]))
     rows = []
     for name, study in studies.items():
         states = [trial["state"] for trial in study["trials"]]
         made = ", ".join(f"{states.count(state)} {state}" for state in STATES if state in states)
-        best = study["best"]
-        losses = (None if best is None else best["loss"], study["present"])
-        rows.append(
-            [
-                name,
-                made,
-                *(fixed(loss, 4) for loss in losses),
-                *(_of_option(study["options"].get(option)) for option in options),
-            ]
-        )
+        best = study["best"] or {"loss": None, "options": {}}
+        values = [show_value(best["options"].get(option, "–")) for option in options]
+        rows.append([name, made, fixed(best["loss"], 4), fixed(study["present"], 4), *values])
     return ["method", "trials", "best loss", "loss at present", *options], rows
-
-
-def _of_option(entry: Mapping[str, Any] | None) -> str:
-    if entry is None or entry["best"] is None:
-        return "–"
-    return show_value(entry["best"])
-
-
-def figures(study: Mapping[str, Any]) -> list[Exhibit | LeftOut]:
-    """Return the figures of a study with a finished trial."""
-    return [
-        exhibit(
-            "Loss over each option",
-            "Each dot is a finished trial, the larger one the best; a triangle is one with a higher loss.",
-            partial(draw_options, study),
-        ),
-        exhibit(
-            "Trials",
-            "Each finished trial, and the best so far.",
-            partial(draw_trials, study),
-        ),
-        exhibit(
-            "Curves",
-            "Validation during each trial; the best in colour, those stopped early dashed.",
-            partial(draw_curves, study),
-        ),
-    ]
 
 
 def trials(name: str, study: Mapping[str, Any]) -> str:
@@ -105,3 +94,95 @@ def trials(name: str, study: Mapping[str, Any]) -> str:
 def show_value(value: Any) -> str:
     """Return an option's value for people: three significant digits."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def draw_trials(study: Mapping[str, Any]) -> Figure:
+    """Draw the loss of each finished trial, and the best so far."""
+    trials = _finished(study)
+    numbers, losses = [trial["trial"] for trial in trials], [trial["loss"] for trial in trials]
+    figure, axes = single(NARROW, title="loss (nats per token)")
+    _draw_losses(axes, numbers, losses)
+    axes.step([*numbers, len(study["trials"])], [*accumulate(losses, min), min(losses)], where="post", color=ACCENT)
+    axes.set_xlabel("trial", loc="right")
+    whole_ticks(axes.xaxis)
+    _limit(axes, losses)
+    return figure
+
+
+def draw_curves(study: Mapping[str, Any]) -> Figure:
+    """Draw the validation losses of each trial over its steps; the best in colour, those stopped early dashed."""
+    best = study["best"]["trial"]
+    figure, axes = single(NARROW, title="validation loss (nats per token)")
+    for trial in study["trials"]:
+        if trial["curve"]:
+            steps, losses = zip(*trial["curve"], strict=True)
+            is_best, stopped = trial["trial"] == best, trial["loss"] is None
+            axes.plot(
+                steps,
+                losses,
+                color=ACCENT if is_best else MUTED,
+                linewidth=1.8 if is_best else 0.7,
+                linestyle=(0, (3, 1.5)) if stopped else "-",
+                marker="o" if len(steps) == 1 or is_best else None,
+                zorder=3 if is_best else 2,
+            )
+    axes.set_xlabel("step", loc="right")
+    whole_ticks(axes.xaxis)
+    _limit(axes, [loss for trial in study["trials"] for _, loss in trial["curve"]])
+    return figure
+
+
+def draw_options(study: Mapping[str, Any]) -> Figure:
+    """Draw the loss over each option: dots are trials."""
+    options = study["options"]
+    trials, best = _finished(study), study["best"]
+    losses = [trial["loss"] for trial in trials]
+    figure, every = panels(WIDE, list(options), 1.5, share=False, colours=[INK] * len(options))
+    for axes, (name, entry) in zip(every, options.items(), strict=True):
+        if entry["scale"] is None:
+            places = _choices(axes, entry["space"])
+        else:
+            places, scale = {}, entry["scale"]
+            if scale["log"]:
+                axes.set_xscale("log")
+                axes.set_xlim(scale["low"] / 1.1, scale["high"] * 1.1)
+                log_ticks(axes.xaxis, 4)
+        values = [trial["options"][name] for trial in trials]
+        _draw_losses(axes, [places.get(value, value) for value in values], losses)
+        place = places.get(best["options"][name], best["options"][name])
+        axes.plot([place], [best["loss"]], marker="o", markersize=6, color=ACCENT)
+        _limit(axes, losses)
+    return figure
+
+
+def _finished(study: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [trial for trial in study["trials"] if trial["loss"] is not None]
+
+
+def _draw_losses(axes: Axes, places: Sequence[float], losses: Sequence[float]) -> None:
+    """Draw a dot for each loss, or a triangle at the upper edge for a loss beyond it."""
+    top = _top(losses)
+    for place, loss in zip(places, losses, strict=True):
+        axes.plot([place], [min(loss, top)], marker="^" if loss > top else "o", color=MUTED, clip_on=False)
+
+
+def _choices(axes: Axes, space: str) -> dict[str, int]:
+    """Label the axis with the choices, numbers in their order, and return the place of each."""
+    texts = space.split("|")
+    with suppress(ValueError):
+        texts = sorted(texts, key=float)
+    axes.set_xticks(range(len(texts)), texts)
+    axes.set_xlim(-0.5, len(texts) - 0.5)
+    return {text: place for place, text in enumerate(texts)}
+
+
+def _top(losses: Sequence[float]) -> float:
+    """Return twice as far above the best loss as the better HEAD of them lie."""
+    best = min(losses)
+    return best + max(2 * (sorted(losses)[min(int(HEAD * len(losses)), len(losses) - 1)] - best), ROOM)
+
+
+def _limit(axes: Axes, losses: Sequence[float]) -> None:
+    """Show the losses from the best to `_top`."""
+    bottom, top = min(losses), _top(losses)
+    axes.set_ylim(bottom - 0.08 * (top - bottom), top)

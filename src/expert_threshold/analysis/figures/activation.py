@@ -13,6 +13,7 @@ from ..material import Material
 from ..measures import fanout_distribution as shares_of
 from ..methods import Subject
 from ..plain import Data, NotShownError, array
+from ..results import moments
 from ..sentences import each, percent
 from .axes import fanout_bars, method_panels, whole_ticks
 from .study import Study, over_methods
@@ -139,9 +140,8 @@ def fanout_distribution(material: Material) -> Data:
     def compute(subject: Subject) -> Data:
         trace = material.trace(subject)
         share = np.mean([shares_of(trace.assignment(layer)[None])[0].numpy() for layer in trace.layers], axis=0)
-        fanout = np.arange(len(share))
-        mean = float(fanout @ share)
-        return {"share": share, "mean": mean, "std": float(((fanout - mean) ** 2 @ share) ** 0.5)}
+        mean, std = moments(share)
+        return {"share": share, "mean": mean, "std": std}
 
     return over_methods(material.routed, compute)
 

@@ -270,11 +270,6 @@ def step_axis(axes: Axes, label: str = "step") -> None:
         axes.set_xlabel(label, loc="right")
 
 
-def tokens_axis(axes: Axes) -> None:
-    """Put tokens on the x axis."""
-    step_axis(axes, "tokens trained on")
-
-
 def whole_ticks(axis: Any) -> None:
     """Label an axis at whole numbers, as many as it has room for."""
     from matplotlib.ticker import MaxNLocator

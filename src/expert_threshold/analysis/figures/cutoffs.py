@@ -26,9 +26,9 @@ def cutoff_stability(material: Material) -> Data:
 
     See the paper, Cutoff vs Expert Usage. All values were recorded over steps. For each expert of the middle
     layer: `deviation`, the batch cutoff less the running mean at the start of the step, and `load`, divided by the load
-    aimed at. `distance`: mean |`deviation`| over experts and the last quarter of the steps, None if it was not
-    recorded. Over all layers: `bound`, the share of experts whose load a capacity bound changed at some step of a line
-    of the log, and `bound_share`, its mean. Both are None without bounds, and `bound` is NaN during warmup.
+    aimed at. `distance`: mean |`deviation`| over experts and the last quarter of the steps. Over all layers: `bound`,
+    the share of experts whose load a capacity bound changed at some step of a line of the log, and `bound_share`, its
+    mean. Both are None without bounds, and `bound` is NaN during warmup.
     """
     choice, thresholds = _by_cutoff(material)
     return over_methods([*choice, *thresholds[:1]], _stability)
@@ -37,14 +37,15 @@ def cutoff_stability(material: Material) -> Data:
 def _stability(subject: Subject) -> Data:
     run, layer = subject.run, subject.layers[len(subject.layers) // 2]
     steps, means = _experts(subject, "cutoff", layer)
-    bound, distances = _at_bounds(subject), expert_series(run.train, "cutoff_distance").get(layer)
+    deviation = _experts(subject, "batch_cutoff", layer)[1] - means
+    bound, (logged, distances) = _at_bounds(subject), expert_series(run.train, "cutoff_distance")[layer]
     return {
         "exact": subject.rule.looks_ahead,
         "layer": layer,
         "warmup": run.warmup_steps,
         "steps": steps,
-        "deviation": (_experts(subject, "batch_cutoff", layer)[1] - means).T,
-        "distance": None if distances is None else np.nanmean(distances[1][distances[0] > 0.75 * distances[0][-1]]),
+        "deviation": deviation.T,
+        "distance": np.nanmean(distances[logged > 0.75 * logged[-1]]),
         "load": _experts(subject, "usage", layer)[1].T / run.target,
         "bound": None if bound is None else thin(bound, bound)[0],
         "bound_share": None if bound is None or np.isnan(bound).all() else np.nanmean(bound),
@@ -124,9 +125,8 @@ def say_cutoff_stability(data: Data) -> str:
     parts, layer = [], data["methods"][0]["layer"]
     for entry in data["methods"]:
         late = array(entry["steps"]) > 0.75 * entry["steps"][-1]
-        deviation, load = (array(entry[name])[:, late] for name in ("deviation", "load"))
-        off = np.nanmean(np.abs(deviation)) if entry["distance"] is None else entry["distance"]
-        apart = float(np.nanmean(np.abs(load - 1)))
+        apart = float(np.nanmean(np.abs(array(entry["load"])[:, late] - 1)))
+        off = entry["distance"]
         parts.append(
             f"the batch cutoffs of {entry['method']} lie {off:.3f} from their running means"
             f"{of_deviation(off, entry['score_std'])}, and its loads {percent(apart)} from the load aimed at"
@@ -167,11 +167,10 @@ def warmup(material: Material) -> Data:
     def compute(subject: Subject) -> Data:
         train = [record for record in subject.run.train if record["step"] <= 2 * ends]
         entry: dict[str, Any] = {"cold": subject in thresholds and subject.run.warmup_steps == 0}
-        for name, layer in (("cutoff", late), ("batch_cutoff", late), ("other_cutoff", early)):
+        for name in ("cutoff", "batch_cutoff", "cutoff_distance", "other_cutoff"):
+            layer = early if name == "other_cutoff" else late
             steps, values = _experts(subject, name.removeprefix("other_"), layer, train)
             entry[name] = np.stack([steps, values[:, 0]], axis=1)
-        distances = expert_series(train, "cutoff_distance").get(late)  # not recorded in every run
-        entry["cutoff_distance"] = [] if distances is None else np.stack([distances[0], distances[1][:, 0]], axis=1)
         bounded = not subject.rule.looks_ahead
         for name in ("raw_usage", "starvation", "score_std", "gate_std"):
             entry[name] = _mean_of_layers(train, name) if bounded or name.endswith("std") else []
@@ -221,19 +220,15 @@ def say_warmup(data: Data) -> str:
         points = array(entry[name])
         return float(np.nanmean(points[points[:, 0] <= data["warmup"], 1]))
 
-    scores = [before(entry, "score_std") for entry in (with_, without)]
-    starved = before(without, "starvation")
-    lag = ""
-    if all(len(entry.get("cutoff_distance", [])) for entry in (with_, without)):
-        cold, warm = (before(entry, "cutoff_distance") for entry in (without, with_))
-        lag = (
-            f"the cutoff of a step's batch lies on average {cold:.2f} and {warm:.2f} from its running mean before that "
-            f"step (expert 0 of layer {data['layer']}), and "
-        )
+    lag, spread = (
+        " and ".join(f"{before(entry, name):.2f}" for entry in (without, with_))
+        for name in ("cutoff_distance", "score_std")
+    )
     return (
-        f"In the first {data['warmup']:,} steps, without warmup and with it, {lag}the standard deviation of an "
-        f"expert's scores is {scores[1]:.2f} and {scores[0]:.2f}. Without warmup the lower capacity bound fills "
-        f"{percent(starved)} of the places in these steps."
+        f"In the first {data['warmup']:,} steps, without warmup and with it, the cutoff of a step's batch lies on "
+        f"average {lag} from its running mean before that step (expert 0 of layer {data['layer']}), and the standard "
+        f"deviation of an expert's scores is {spread}. Without warmup the lower capacity bound fills "
+        f"{percent(before(without, 'starvation'))} of the places in these steps."
     )
 
 

@@ -17,21 +17,10 @@ from ...recipes import REFERENCE
 from ..material import Material
 from ..methods import Subject, options, pool_tokens
 from ..plain import Data, NotShownError, array
-from ..records import finite, mean_loss, series
+from ..records import finite, late_loss, series
 from ..results import over_seeds
 from ..sentences import counted, each, listed, pool_size, short, signed
-from .axes import (
-    draw_key,
-    marker,
-    method_panels,
-    method_strokes,
-    name_lines,
-    panels,
-    single,
-    smooth,
-    step_axis,
-    tokens_axis,
-)
+from .axes import draw_key, marker, method_panels, method_strokes, name_lines, panels, single, smooth, step_axis
 from .study import Study, over_methods
 from .style import INK, KINDS, METHODS, MUTED, NARROW, WIDE, strokes
 
@@ -39,8 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LATE = 0.9
-"""Training losses are averaged over the steps after this share of the run."""
+TOKENS = "tokens trained on"
 
 
 def loss_by_method(material: Material) -> Data:
@@ -48,14 +36,14 @@ def loss_by_method(material: Material) -> Data:
     return over_methods(material.first_runs, lambda subject: _curve(material.methods[subject.method]))
 
 
-def draw_losses(data: Data, scale: Callable[[Axes], None] = tokens_axis) -> Figure:
-    """Draw the validation loss of each method over tokens, or over what `scale` puts on the x axis.
+def draw_losses(data: Data, x: str = TOKENS) -> Figure:
+    """Draw the validation loss of each method over tokens, or whatever `x` names.
 
     Bands are one standard deviation over seeds. Of more than twelve methods, the paper's and the four lowest of the
     others are named, and the rest are grey.
     """
     named, others = _named(data["methods"])
-    return _curves(named, others, "validation loss (nats per token)", "{:.3f}", 3.2, scale)
+    return _curves(named, others, "validation loss (nats per token)", "{:.3f}", 3.2, x)
 
 
 def _named(methods: Sequence[Data]) -> tuple[Sequence[Data], Sequence[Data]]:
@@ -67,11 +55,6 @@ def _named(methods: Sequence[Data]) -> tuple[Sequence[Data], Sequence[Data]]:
     free.sort(key=lambda place: math.inf if math.isnan(last[place]) else last[place])
     grey = set(free[len(METHODS) - len(KINDS) :])
     return [e for n, e in enumerate(methods) if n not in grey], [e for n, e in enumerate(methods) if n in grey]
-
-
-def seconds_axis(axes: Axes) -> None:
-    """Put the seconds of training on the x axis."""
-    step_axis(axes, "seconds of training")
 
 
 def say_loss_by_method(data: Data) -> str:
@@ -131,9 +114,8 @@ def token_multiple(material: Material) -> Data:
 
 def draw_token_multiple(data: Data) -> Figure:
     """Draw the tokens that the reference needs for a loss over the tokens that each method needs."""
-    title = f"tokens of {data['reference']} / tokens, at equal loss"
-    scale = partial(step_axis, label=f"tokens {data['reference']} was trained on")
-    figure = _curves(data["methods"], [], title, "{:.2f}", 2, scale)
+    title, x = f"tokens of {data['reference']} / tokens, at equal loss", f"tokens {data['reference']} was trained on"
+    figure = _curves(data["methods"], [], title, "{:.2f}", 2, x)
     figure.axes[0].axhline(1, color=MUTED, linewidth=0.8)
     return figure
 
@@ -164,7 +146,9 @@ def batch_size_scaling(material: Material) -> Data:
     entries: list[dict[str, Any]] = []
     for first, *others in material.compared:
         losses = [
-            (_late(s), found[-1][1]) for s in (first, *others) if (found := finite(series(s.run.validation, "loss")))
+            (late_loss(s.run.train), found[-1][1])
+            for s in (first, *others)
+            if (found := finite(series(s.run.validation, "loss")))
         ]
         if first.layers and first.run.has_cutoffs and losses:
             train, validation = zip(*losses, strict=True)
@@ -237,7 +221,7 @@ def train_against_validation(material: Material) -> Data:
         )
         if not (train and validation):
             raise NotShownError("it has not been validated yet")
-        late = _late(subject)
+        late = late_loss(subject.run.train)
         return {
             "train": smooth(train),
             "validation": validation,
@@ -276,7 +260,7 @@ def draw_train_against_validation(data: Data) -> Figure:
         if entry["pools_gap"] is not None:
             axes.plot(validation[-1, 0], validation[-1, 1] - entry["pools_gap"], **pools)
         seen += [y for x, y in (*train, *validation) if x >= train[-1, 0] / 3]
-        tokens_axis(axes)
+        step_axis(axes, TOKENS)
     low, high = np.nanmin(seen), np.nanmax(seen)
     room = 0.06 * (high - low)
     begin = max(entry["train"][-1][0] for entry in data["methods"]) / 3
@@ -302,8 +286,8 @@ def shared_expert(material: Material) -> Data:
     """Collect validation losses with a shared expert, and with one more routed expert instead (Shared Expert)."""
     return _pairs(
         material,
-        ("shared_experts", "rule.experts_per_token", "d_expert"),
-        lambda run: run["shared_experts"] > 0,
+        ("model.shared_experts", "rule.experts_per_token", "model.d_expert"),
+        lambda run: run["model.shared_experts"] > 0,
         "it needs a run, and another that differs only in --model.shared-experts 0 --experts-per-token 2",
     )
 
@@ -312,8 +296,8 @@ def fanout_norm(material: Material) -> Data:
     """Collect validation losses without and with the routed sum divided by the fanout (paper, Normalization)."""
     return _pairs(
         material,
-        ("gate_norm",),
-        lambda run: run["gate_norm"] is None,
+        ("model.gate_norm",),
+        lambda run: run["model.gate_norm"] is None,
         "it needs a run, and another that differs only in --model.gate-norm fanout",
     )
 
@@ -324,7 +308,7 @@ def _curves(
     title: str,
     number: str,
     height: float,
-    scale: Callable[[Axes], None],
+    x: str,
 ) -> Figure:
     """Draw a line for each method, named with its last number, and behind them the others in grey."""
     figure, axes = single(WIDE, height, title)
@@ -340,7 +324,7 @@ def _curves(
         if any(entry.get("std", [])):
             low, high = (points[:, 1] + sign * array(entry["std"]) for sign in (-1, 1))
             axes.fill_between(points[:, 0], low, high, color=stroke["color"], alpha=0.15, linewidth=0)
-    scale(axes)
+    step_axis(axes, x)
     _trim(axes, [_points(entry) for entry in (*methods, *others)])
     name_lines(axes, drawn, number)
     return figure
@@ -385,11 +369,6 @@ def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool],
     if not shown:
         raise NotShownError(why_not)
     return {"methods": shown}
-
-
-def _late(subject: Subject) -> float | None:
-    """Return the mean training loss over the last tenth of the steps."""
-    return mean_loss(subject.run.train, LATE, subject.run.train[-1]["step"]) if subject.run.train else None
 
 
 def _pools_gap(subject: Subject) -> float | None:

@@ -1,4 +1,4 @@
-"""The figures of one run's report: each drawing beside its sentence, then the tables `LEARNING` and `ROUTING`."""
+"""The figures of one run's report: each drawing beside its sentence, then the lists `LEARNING` and `ROUTING`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from .axes import (
     smooth,
     step_axis,
     thin,
-    tokens_axis,
     whole_ticks,
 )
 from .style import ACCENT, INK, METHODS, MUTED, NARROW, WIDE, layer_colours
@@ -92,7 +91,7 @@ def draw_bits_per_byte(run: Run) -> Figure:
     """Draw bits per byte of the validation text over tokens."""
     figure, axes = single(NARROW, title="validation, bits per byte")
     drawn = line(axes, run.bits_per_byte, ACCENT, marker="o", label="validation")
-    tokens_axis(axes)
+    step_axis(axes, "tokens trained on")
     name_lines(axes, [drawn], "{:.3f}")
     return figure
 
@@ -132,7 +131,7 @@ def learning_rates(run: Run) -> dict[str, Points]:
     """Return the learning rates by group of parameters; groups with the same rates share a line."""
     lines: dict[tuple[tuple[float, float], ...], list[str]] = {}
     for group in run.train[-1]["learning_rate"] if run.train else ():
-        rates = [(r["step"], r["learning_rate"][group]) for r in run.train if r.get("learning_rate", {}).get(group)]
+        rates = [(r["step"], r["learning_rate"][group]) for r in run.train if r["learning_rate"][group]]
         lines.setdefault(tuple(rates), []).append(group)
     return {", ".join(names): points for points, names in lines.items() if points}
 
@@ -261,7 +260,7 @@ def say_cutoffs(run: Run) -> str:
         [y for points in layer_series(run.train, key).values() for y in _late(points)]
         for key in ("cutoff_distance", "score_std")
     )
-    if not distances or not spreads:  # not recorded
+    if not distances or not spreads:  # not finite
         return text
     return (
         f"{text} Over the last quarter of the steps the cutoff of a batch (grey) lay on average "
@@ -336,7 +335,7 @@ def _late(points: Points) -> list[float]:
 
 def _steps_of_a_line(train: Sequence[Record]) -> int:
     """Return the steps that a line of metrics averages."""
-    return max((int(record.get("steps", 1)) for record in train), default=1)
+    return max((record["steps"] for record in train), default=1)
 
 
 def _each_point(train: Sequence[Record]) -> str:
@@ -345,87 +344,69 @@ def _each_point(train: Sequence[Record]) -> str:
 
 
 class Chart(NamedTuple):
-    """A figure of the report. A run without its numbers leaves it out for the reason `missing`."""
+    """A figure of the report, for runs that recorded its numbers. of_cutoffs: a rule without cutoffs never does."""
 
     title: str
     numbers: Callable[[Run], object]
-    missing: str
     draw: Callable[[Run], Figure]
     say: Callable[[Run], str]
-    of_cutoffs: bool = False  # without cutoffs, this is the reason
+    of_cutoffs: bool = False
 
 
-def _of_layers(key: str, title: str, say: Callable[[str, Run], str], of_cutoffs: bool) -> Chart:
+def _over_steps(key: str, title: str, name: str, panel: str, number: str) -> Chart:
+    """Return the chart of a number per step. name: in the sentence; number: the format of the last one."""
+    draw, say = partial(draw_smoothed, key, panel, number), partial(say_number, key, name)
+    return Chart(title, lambda run: finite(series(run.train, key)), draw, say)
+
+
+def _by_layer(key: str, title: str, say: Callable[[str, Run], str], of_cutoffs: bool = False) -> Chart:
     """Return the chart of a number of `TITLES`."""
-    draw, numbers = partial(draw_layers, key), lambda run: layer_series(run.train, key)
-    return Chart(title, numbers, UNRECORDED, draw, partial(say, key), of_cutoffs)
+    return Chart(
+        title, lambda run: layer_series(run.train, key), partial(draw_layers, key), partial(say, key), of_cutoffs
+    )
 
 
-def _logged(key: str) -> Callable[[Run], object]:
-    return lambda run: finite(series(run.train, key))
+def _by_expert(key: str) -> Callable[[Run], object]:
+    return lambda run: expert_series(run.train, key)
 
 
-UNLOGGED = "no line of training metrics has been written yet"
-UNVALIDATED = "the run has not been validated yet"
-UNRECORDED = "no number of it has been recorded yet"
-SPEED = partial(draw_smoothed, "tokens_per_second", "tokens per second", "{:,.0f}")
-NORM = partial(draw_smoothed, "grad_norm", "norm of the gradient, before clipping", "{:.2g}")
+def _losses(run: Run) -> object:
+    return finite(series(run.train, "cross_entropy")) or finite(series(run.validation, "loss"))
+
+
+def _load_spreads(run: Run) -> object:
+    return layer_series(run.train, "load_spread") or layer_series(run.validation, "load_spread")
+
 
 LEARNING = [
-    Chart(
-        "Loss",
-        lambda run: finite(series(run.train, "cross_entropy")) or finite(series(run.validation, "loss")),
-        "no loss was recorded yet",
-        draw_loss,
-        say_loss,
-    ),
-    Chart("Bits per byte", lambda run: finite(run.bits_per_byte), UNVALIDATED, draw_bits_per_byte, say_bits_per_byte),
-    Chart(
-        "Tokens per second",
-        _logged("tokens_per_second"),
-        UNLOGGED,
-        SPEED,
-        partial(say_number, "tokens_per_second", "speed"),
-    ),
-    Chart("Learning rate", learning_rates, UNLOGGED, draw_learning_rates, say_learning_rates),
-    Chart("Gradient norm", _logged("grad_norm"), UNLOGGED, NORM, partial(say_number, "grad_norm", "norm")),
+    Chart("Loss", _losses, draw_loss, say_loss),
+    Chart("Bits per byte", lambda run: finite(run.bits_per_byte), draw_bits_per_byte, say_bits_per_byte),
+    _over_steps("tokens_per_second", "Tokens per second", "speed", "tokens per second", "{:,.0f}"),
+    Chart("Learning rate", learning_rates, draw_learning_rates, say_learning_rates),
+    _over_steps("grad_norm", "Gradient norm", "norm", "norm of the gradient, before clipping", "{:.2g}"),
 ]
 ROUTING = [
-    Chart("Usage of each expert", lambda run: expert_series(run.train, "usage"), UNRECORDED, draw_usage, say_usage),
-    Chart(
-        "Load spread",
-        lambda run: layer_series(run.train, "load_spread") or layer_series(run.validation, "load_spread"),
-        UNRECORDED,
-        draw_load_spread,
-        say_load_spread,
-    ),
-    Chart("Fanout", lambda run: run.fanout_counts, UNVALIDATED, draw_fanout, say_fanout),
-    Chart("Cutoffs", lambda run: expert_series(run.train, "cutoff"), UNRECORDED, draw_cutoffs, say_cutoffs, True),
-    _of_layers("saturation", "Saturation", say_bounded, True),
-    _of_layers("starvation", "Starvation", say_bounded, True),
-    _of_layers("score_std", "Spread of scores", say_spread, False),
-    _of_layers("gate_std", "Spread of gates", say_spread, False),
+    Chart("Usage of each expert", _by_expert("usage"), draw_usage, say_usage),
+    Chart("Load spread", _load_spreads, draw_load_spread, say_load_spread),
+    Chart("Fanout", lambda run: run.fanout_counts, draw_fanout, say_fanout),
+    Chart("Cutoffs", _by_expert("cutoff"), draw_cutoffs, say_cutoffs, of_cutoffs=True),
+    _by_layer("saturation", "Saturation", say_bounded, of_cutoffs=True),
+    _by_layer("starvation", "Starvation", say_bounded, of_cutoffs=True),
+    _by_layer("score_std", "Spread of scores", say_spread),
+    _by_layer("gate_std", "Spread of gates", say_spread),
 ]
 
 
-def learning(run: Run) -> Iterator[Exhibit | LeftOut]:
-    """Draw the figures about learning."""
-    return _exhibits(LEARNING, run)
-
-
-def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
-    """Draw the figures about routing."""
-    if run.model.rule is None or run.model.dense_layers == run.model.layers:
-        names = "Usage, load spread, fanout, cutoffs, saturation, starvation, spread of scores and gates"
-        return iter([LeftOut(names, "no layer of this model has routed experts")])
-    return _exhibits(ROUTING, run)
-
-
-def _exhibits(charts: Sequence[Chart], run: Run) -> Iterator[Exhibit | LeftOut]:
+def drawn(charts: Sequence[Chart], run: Run) -> Iterator[Exhibit | LeftOut]:
+    """Draw the charts of a run."""
+    if charts is ROUTING and (run.model.rule is None or run.model.dense_layers == run.model.layers):
+        names = ", ".join(chart.title for chart in charts)
+        yield LeftOut(names, "no layer of this model has routed experts")
+        return
     for chart in charts:
         if chart.numbers(run):
             yield exhibit(chart.title, partial(chart.say, run), partial(chart.draw, run))
         elif chart.of_cutoffs and not run.has_cutoffs:
             yield LeftOut(chart.title, f"the rule {run.rule_name} has no cutoffs")
         else:
-            yield LeftOut(chart.title, chart.missing)
+            yield LeftOut(chart.title, "the run has recorded no number of it yet")
