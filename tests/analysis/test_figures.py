@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from matplotlib.patches import Rectangle, StepPatch
 from matplotlib.text import Text
 
 from expert_threshold.analysis.figures import FIGURES, learning, training
-from expert_threshold.analysis.figures.style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours, style
+from expert_threshold.analysis.figures.style import (
+    INK,
+    MUTED,
+    NARROW,
+    OTHER_SCRIPTS,
+    SMALL,
+    WIDE,
+    expert_colours,
+    style,
+)
 from expert_threshold.analysis.material import DOMAINS
 from expert_threshold.analysis.page import CSS
 
@@ -246,6 +260,31 @@ def test_long_names_leave_the_width_to_the_lines() -> None:
             figure = DRAW[name](data)
             figure.draw_without_rendering()
             assert figure.axes[0].get_position().width >= 0.4
+
+
+def test_characters_that_dejavu_lacks_are_drawn_in_another_font_that_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PNG showed a box for each."""
+    pen = TTGlyphPen(None)
+    pen.moveTo((0, 0)), pen.lineTo((500, 0)), pen.lineTo((500, 500)), pen.closePath()
+    font = FontBuilder(1000)
+    font.setupGlyphOrder([".notdef", "sun"])
+    font.setupCharacterMap({ord("日"): "sun"})
+    font.setupGlyf({".notdef": TTGlyphPen(None).glyph(), "sun": pen.glyph()})
+    font.setupHorizontalMetrics({".notdef": (1000, 0), "sun": (1000, 0)})
+    font.setupHorizontalHeader(ascent=800, descent=-200)
+    font.setupNameTable({"familyName": OTHER_SCRIPTS[0], "styleName": "Regular"})
+    font.setupOS2()
+    font.setupPost()
+    font.save(tmp_path / "other.ttf")
+    monkeypatch.setattr(fontManager, "ttflist", list(fontManager.ttflist))
+    fontManager.addfont(tmp_path / "other.ttf")
+    passage = {"name": "text", "tokens": ["日", "a"], "values": [[1, 2]]}
+    data = {"method": "ET", "kind": "expert_threshold", "layers": [1], "passages": [passage]}
+    with style(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DRAW["passage_fanout"](data).savefig(tmp_path / "passage.png")
 
 
 def test_experts_of_a_layer_have_colours_of_their_own() -> None:

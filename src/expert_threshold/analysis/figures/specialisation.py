@@ -18,7 +18,7 @@ from ..plain import Data, NotShownError, array
 from ..sentences import counted, each, listed, percent
 from .axes import PANEL, Strokes, by_layer, colour_scale, heat, panels, whole_ticks
 from .study import Study, over_methods
-from .style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours, strokes
+from .style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours, monospaced, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,6 @@ CELLS = 108
 LONGEST = 9
 """The most characters of a token below its column."""
 CELL, ROW, EDGE = 0.17, 0.165, 0.12  # inches: the width of a token's column, the height of a line, a margin
-MONO = "DejaVu Sans Mono"
 
 
 def specialisation(material: Material) -> Data:
@@ -182,7 +181,7 @@ def draw_passage_intensity(data: Data) -> Figure:
             axes.add_patch(Rectangle(*box, **shade(passage["values"][token.token])))
             if text := token.text.strip():  # each token in its place, since fonts differ in their advance
                 at = x + (cells(token.text) - cells(token.text.lstrip())) * advance
-                axes.text(at, y + 0.7 * ROW, text, fontsize=SMALL, family=MONO, color=INK)
+                axes.text(at, y + 0.7 * ROW, text, fontsize=SMALL, family=monospaced(), color=INK)
         top += ROW * (placed[-1].line + 4)
     return figure
 
@@ -289,7 +288,7 @@ def _blocks(data: Data, height: float, draw: Callable[[Axes, np.ndarray], None],
         draw(axes, array(passage["values"])[:, start : start + columns])
         axes.spines[:].set_visible(False)
         axes.set_xlim(-0.5, columns - 0.5)
-        axes.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=SMALL, family=MONO)
+        axes.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=SMALL, family=monospaced())
         axes.tick_params(length=0, pad=2)
     return figure
 

@@ -56,7 +56,6 @@ STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
-    "font.family": "sans-serif",
     "font.size": 9,
     "text.color": INK,
     "text.parse_math": False,
@@ -95,6 +94,8 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "expert-threshold",  # the same figure is the same file
 }
 """matplotlib's settings; they must be active while a figure is drawn and saved."""
+OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Micro Hei", "Noto Emoji", "Symbola")
+"""Fonts for characters that DejaVu lacks, used where they are installed; without them a PNG shows boxes."""
 
 
 @contextmanager
@@ -104,9 +105,20 @@ def style() -> Iterator[None]:
         import matplotlib
     except ImportError:
         raise ValueError(f"figures need matplotlib, which is missing; run: {install('viz')}") from None
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a page's browser has it; a PNG shows a box
+    from matplotlib.font_manager import fontManager
+
+    installed = {font.name for font in fontManager.ttflist}
+    families = ["sans-serif", *(name for name in OTHER_SCRIPTS if name in installed)]
+    with matplotlib.rc_context(STYLE | {"font.family": families}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")
         yield
+
+
+def monospaced() -> list[str]:
+    """Return the families of monospaced text while `STYLE` is active."""
+    from matplotlib import rcParams
+
+    return ["DejaVu Sans Mono", *rcParams["font.family"][1:]]
 
 
 def layer_colours(count: int) -> list[str]:
