@@ -175,7 +175,7 @@ def test_the_law_of_cutoffs_is_drawn_for_methods_with_different_pool_sizes(monke
 def test_sentences_speak_of_no_rule_that_is_not_shown() -> None:
     tag = {"method": "ReMoE", "kind": "ReMoE"}
     load = {
-        "experts": [16], "devices": [8], "at": 1024, "experts_share": 0.2, "reference": "d20",
+        "experts": 16, "devices": [8], "at": 1024, "experts_share": 0.2, "reference": "d20",
         "methods": [{**tag, "exact": False, "by_devices": {"resampled": [1.5]}}],
     }  # fmt: skip
     objective = {"methods": [{**tag, "rule": 1.0, "population": 1.1, "shares": {"free": 0.91}, "load": 0.9}]}

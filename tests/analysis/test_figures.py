@@ -100,7 +100,7 @@ def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
         "objective": {"rule": 1.0, "choice": 0.9, "population": 1.1, "balanced": 0.8, "load": 0.71,
                       "shares": {"free": 0.91, "fixed": 1.25}},
         "load_at_scale": {
-            "by_tokens": {"resampled": [[2, 1.5], [3, 2]], "closed_form": [[2, 1.5], [3, 2]]},
+            "by_tokens": {"resampled": [3, 2], "closed_form": [3, 2]},
             "by_devices": {"resampled": [1, 2, 3], "closed_form": [1, 2, 3]},
         },
         "passage_intensity": {}, "passage_fanout": {}, "passage_routing": {}, "rules_overview": {},
@@ -118,7 +118,7 @@ def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
         "warmup": {"warmup": 250, "layer": layers, "other_layer": 1, "target": 0.2},
         "cutoffs_and_biases": {"layer": 1},
         "specialisation": {"domains": DOMAINS}, "domain_shares": {"domains": DOMAINS},
-        "load_at_scale": {"tokens_per_expert": [64, 1024], "experts": [16, 4096], "devices": [8, 64, 4096], "at": 1024,
+        "load_at_scale": {"tokens_per_expert": [64, 1024], "experts": 4096, "devices": [8, 64, 4096], "at": 1024,
                           "experts_share": 0.2, "reference": "d20"},
         "rules_overview": {**tags[0], "layer": 1, "expert": 0, "scores": values(3, 6), "rules": rules},
     }  # fmt: skip

@@ -49,7 +49,11 @@ def write_atlas(material: Material, out: Path, studies: Sequence[Study], say: Ca
     for number, study in enumerate(studies, start=1):
         entry = attempt(study.title, lambda study=study: save(study, study.compute(material), out, partly))  # type: ignore[misc]
         entries.setdefault(study.section, []).append(entry)
-        how = entry.sentence if isinstance(entry, Exhibit) else f"{entry.verb}: {entry.reason}"
+        how = (
+            entry.sentence
+            if isinstance(entry, Exhibit)
+            else f"{'failed' if entry.failed else 'left out'}: {entry.reason}"
+        )
         say(f"figure {number}/{len(studies)} {study.name}: {how}")
     every = [entry for found in entries.values() for entry in found]
     failed = [entry.reason for entry in every if isinstance(entry, LeftOut) and entry.failed]

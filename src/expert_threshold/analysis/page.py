@@ -31,12 +31,6 @@ class Exhibit(NamedTuple):
     figure: Figure
     files: str | None = None  # the stem of its files beside the page, if any
 
-    @property
-    def layout(self) -> str:
-        """Its classes: wide if it is as wide as the page, tall if it gets more of a printed page than others."""
-        width, height = self.figure.get_size_inches()
-        return f"{'wide' if width > NARROW else ''}{' tall' if height > TALL * width else ''}".strip()
-
 
 class LeftOut(NamedTuple):
     """A figure that is not shown, with the reason. failed: the reason is an error."""
@@ -44,10 +38,6 @@ class LeftOut(NamedTuple):
     title: str
     reason: str
     failed: bool = False
-
-    @property
-    def verb(self) -> str:
-        return "failed" if self.failed else "left out"
 
 
 def attempt(title: str, make: Callable[[], Exhibit]) -> Exhibit | LeftOut:
@@ -84,7 +74,7 @@ def _describe(error: Exception) -> str:
 
 
 DPI = 200  # of PNG
-TALL = 0.8  # height / width, from which on a figure is of text
+TALL = 0.8  # height / width of figures of text, which get more of a printed page than others
 BREAKABLE = 30  # longer names in tables may be broken
 
 HERE = Path(__file__).parent
@@ -202,8 +192,10 @@ def _figure(name: str, exhibit: Exhibit) -> str:
     prefix = re.sub(r"\W+", "-", name.lower())
     drawn = svg(exhibit.figure, prefix, f"Chart: {exhibit.title}")  # the caption describes it
     charted = json.dumps(panels) if (panels := charts(exhibit.figure)) else ""
+    width, height = exhibit.figure.get_size_inches()
+    layout = f"{'wide' if width > NARROW else ''}{' tall' if height > TALL * width else ''}".strip()
     return (
-        f'<figure class="{exhibit.layout}"><h3>{escape(exhibit.title)}</h3>\n'
+        f'<figure class="{layout}"><h3>{escape(exhibit.title)}</h3>\n'
         + f'<div class="chart">{drawn}</div>'
         + f"\n<figcaption>{escape(exhibit.sentence)}{_links(exhibit.files)} <span class=scales></span></figcaption>"
         + (VALUES.format(charted.replace("<", "\\u003c")) if charted else "")

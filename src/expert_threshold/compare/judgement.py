@@ -69,20 +69,20 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
         pairs = [(run, runs[baseline][seed]) for seed, run in own.items() if seed in runs.get(baseline, {})]
         if not pairs:
             continue
-        last: list[tuple[float | None, float | None]] = [(mine.loss, other.loss) for mine, other in pairs]
-        by_flops = [_at_equal(mine, mine.flops, other, other.flops) for mine, other in pairs]
-        by_seconds = [_at_equal(mine, mine.clock, other, other.clock) for mine, other in pairs]
-        is_baseline = method == baseline
-        known = _known(last)
-        if known is not None and len(known) > 1 and not is_baseline:
-            family[method] = known
+        last = _minus([(mine.loss, other.loss) for mine, other in pairs])
+        by_flops = _minus([_at_equal(mine, mine.flops, other, other.flops) for mine, other in pairs])
+        by_seconds = _minus([_at_equal(mine, mine.clock, other, other.clock) for mine, other in pairs])
+        if method == baseline:
+            last = by_flops = by_seconds = None
+        if last is not None and len(last) > 1:
+            family[method] = last
         rows.append(
             Judged(
                 method,
                 len(pairs),
-                None if is_baseline else _difference(last, margin),
-                None if is_baseline else _difference(by_flops, margin),
-                None if is_baseline or not timed else _difference(by_seconds, margin),
+                None if last is None else paired(last, margin),
+                None if by_flops is None else paired(by_flops, margin),
+                None if by_seconds is None or not timed else paired(by_seconds, margin),
                 mean(mine.flops[-1] for mine, _ in pairs),
                 median(mine.clock[-1] for mine, _ in pairs) if timed else None,
                 over_seeds(median, [_seconds_to(mine, other.loss) for mine, other in pairs]) if timed else None,
@@ -92,15 +92,10 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
     return [row._replace(corrected=verdicts.get(row.method)) for row in rows]
 
 
-def _known(losses: Sequence[tuple[float | None, float | None]]) -> list[float] | None:
+def _minus(losses: Sequence[tuple[float | None, float | None]]) -> list[float] | None:
     """Return the differences of paired losses; None if one is missing."""
     known = [mine - other for mine, other in losses if mine is not None and other is not None]
     return known if len(known) == len(losses) else None
-
-
-def _difference(losses: Sequence[tuple[float | None, float | None]], margin: float) -> Difference | None:
-    known = _known(losses)
-    return None if known is None else paired(known, margin)
 
 
 def _at_equal(

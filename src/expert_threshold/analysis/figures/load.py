@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOKENS_PER_EXPERT = (64, 256, 1024, 4096, 16384, 65536)
-EXPERTS = (16, 256, 4096)
+EXPERTS = 4096
 DEVICES = (8, 32, 128, 512, 2048, 4096)
 AT = 1024
 """Tokens per expert at which numbers of devices are compared."""
@@ -202,11 +202,11 @@ def draw_load_at_scale(data: Data) -> Figure:
     """Draw largest / mean load by tokens and by devices, and the waiting; dots: resampled, lines: closed form."""
     methods = data["methods"]
     dots: dict[str, Any] = {"color": MUTED, "linestyle": "none", "marker": "o"}
-    most, tokens, devices = data["experts"][-1], data["tokens_per_expert"], data["devices"]
+    tokens, devices = data["tokens_per_expert"], data["devices"]
     key = {**method_strokes(methods), "resampled": dots, "closed form": {"color": MUTED, "linewidth": 1}}
     at = pool_size(data["at"])
     titles = [
-        f"{pool_size(most)} experts: busiest / mean",
+        f"{pool_size(data['experts'])} experts: busiest / mean",
         f"with {at} tokens: busiest device",
         f"a step of {data['reference']} waits (%)",
     ]
@@ -215,8 +215,8 @@ def draw_load_at_scale(data: Data) -> Figure:
     for entry, stroke in zip(methods, strokes(methods), strict=True):
         colour = {"color": stroke["color"], "label": f"{entry['method']}, resampled"}
         experts, device = entry["by_tokens"], entry["by_devices"]
-        by_tokens.plot(tokens, array(experts["closed_form"][-1]), **stroke, linewidth=1)
-        by_tokens.plot(tokens, array(experts["resampled"][-1]), **(dots | colour))
+        by_tokens.plot(tokens, array(experts["closed_form"]), **stroke, linewidth=1)
+        by_tokens.plot(tokens, array(experts["resampled"]), **(dots | colour))
         by_devices.plot(devices, array(device["closed_form"]), **stroke, linewidth=1)
         by_devices.plot(devices, array(device["resampled"]), **(dots | colour))
         wait = 100 * data["experts_share"] * (array(device["resampled"]) - 1)
@@ -233,7 +233,7 @@ def draw_load_at_scale(data: Data) -> Figure:
 
 def say_load_at_scale(data: Data) -> str:
     def clause(entry: Data) -> str:
-        spread = entry["by_devices"]["resampled"][len(data["devices"]) - 1]
+        spread = entry["by_devices"]["resampled"][-1]
         return f"{spread:.2f} times the mean load ({percent(data['experts_share'] * (spread - 1))})"
 
     exact = [entry["method"] for entry in data["methods"] if entry["exact"]]
@@ -241,7 +241,7 @@ def say_load_at_scale(data: Data) -> str:
         f" In training every load of {listed(exact)} is exact; here routing is that of inference." if exact else ""
     )
     return (
-        f"With {data['experts'][-1]:,} experts, one per device, and {pool_size(data['at'])} tokens per expert on "
+        f"With {data['experts']:,} experts, one per device, and {pool_size(data['at'])} tokens per expert on "
         f"average, the busiest device has {each(data, clause)}. In brackets: how much longer a step takes if routed "
         f"experts are {percent(data['experts_share'])} of it, as in {data['reference']}.{training}"
     )
@@ -281,17 +281,17 @@ def spread_of_windows(loads: np.ndarray, context: int) -> Spread:
 
 
 def resample(loads: np.ndarray, tokens: int, generator: np.random.Generator) -> np.ndarray:
-    """Resample loads (windows, columns) into loads of `EXPERTS[-1]` experts in `STEPS` steps, (steps, experts).
+    """Resample loads (windows, columns) into loads of `EXPERTS` experts in `STEPS` steps, (steps, experts).
 
     tokens: the mean load of an expert. Columns are reused, each time with newly drawn windows.
     """
     windows, columns = loads.shape
     drawn = max(round(tokens / max(loads.mean(), 1e-12)), 1)
-    layers = -(-EXPERTS[-1] // columns)
+    layers = -(-EXPERTS // columns)
     steps = []
     for _ in range(STEPS):
         counts = generator.multinomial(drawn, np.full(windows, 1 / windows), size=layers)
-        steps.append(generator.permutation((counts @ loads).ravel())[: EXPERTS[-1]])
+        steps.append(generator.permutation((counts @ loads).ravel())[:EXPERTS])
     return np.stack(steps)
 
 
@@ -307,18 +307,17 @@ def largest_of(count: int) -> float:
 
 
 def _grow(loads: np.ndarray, spread: Spread) -> dict[str, Any]:
-    """Return largest / mean loads: of experts (numbers of experts, tokens per expert), of devices at `AT` tokens."""
+    """Return largest / mean loads: of experts by tokens per expert, of devices at `AT` tokens."""
     generator = np.random.Generator(np.random.PCG64(0))
     drawn = {tokens: resample(loads, tokens, generator) for tokens in TOKENS_PER_EXPERT}
-    most = EXPERTS[-1]
     return {
         "by_tokens": {
-            "resampled": [[busiest(drawn[k][:, :e], e) for k in TOKENS_PER_EXPERT] for e in EXPERTS],
-            "closed_form": [[spread.closed_form(k, e, e) for k in TOKENS_PER_EXPERT] for e in EXPERTS],
+            "resampled": [busiest(drawn[tokens], EXPERTS) for tokens in TOKENS_PER_EXPERT],
+            "closed_form": [spread.closed_form(tokens, EXPERTS, EXPERTS) for tokens in TOKENS_PER_EXPERT],
         },
         "by_devices": {
-            "resampled": [busiest(drawn[AT], d) for d in DEVICES],
-            "closed_form": [spread.closed_form(AT, most, d) for d in DEVICES],
+            "resampled": [busiest(drawn[AT], devices) for devices in DEVICES],
+            "closed_form": [spread.closed_form(AT, EXPERTS, devices) for devices in DEVICES],
         },
     }
 

@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unicodedata import combining, east_asian_width
 
 import numpy as np
 import torch
+from rich.cells import cell_len, set_cell_size
 
 from ..material import Material
 from ..measures import expert_token_ratio, mutual_information
@@ -177,10 +177,10 @@ def draw_passage_intensity(data: Data) -> Figure:
         axes.text(EDGE, top + 0.5 * ROW, f"{passage['name']}, {data['method']}", color=MUTED, va="center")
         for token in placed:
             x, y = EDGE + token.column * advance, top + (1.5 + token.line) * ROW
-            box = (x, y), cells(token.text) * advance, 0.92 * ROW
+            box = (x, y), cell_len(token.text) * advance, 0.92 * ROW
             axes.add_patch(Rectangle(*box, **shade(passage["values"][token.token])))
             if text := token.text.strip():  # each token in its place, since fonts differ in their advance
-                at = x + (cells(token.text) - cells(token.text.lstrip())) * advance
+                at = x + (len(token.text) - len(token.text.lstrip())) * advance
                 axes.text(at, y + 0.7 * ROW, text, fontsize=SMALL, family=monospaced(), color=INK)
         top += ROW * (placed[-1].line + 4)
     return figure
@@ -200,13 +200,12 @@ def lay_out(tokens: Sequence[str], columns: int) -> Iterator[Placed]:
     line = column = 0
     for number, token in enumerate(tokens):
         for piece in re.split(r"(?<=\n)", token.replace("\r", "")):
-            text = _visible(piece.expandtabs(4))[:columns]
-            while cells(text) > columns:
-                text = text[:-1]
-            if column + cells(text) > columns:
+            text = _visible(piece.expandtabs(4))
+            width = min(cell_len(text), columns)
+            if column + width > columns:
                 line, column = line + 1, 0
-            yield Placed(line, column, text, number)
-            column += cells(text)
+            yield Placed(line, column, set_cell_size(text, width), number)
+            column += width
             if piece.endswith("\n"):
                 line, column = line + 1, 0
 
@@ -301,11 +300,6 @@ def _short(token: str) -> str:
 
 def _visible(text: str) -> str:
     return "".join(c if c.isprintable() else "□" for c in text.replace("\n", "⏎"))
-
-
-def cells(text: str) -> int:
-    """Return the width of a text in columns of a monospaced font: two for a wide character, none for a mark."""
-    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def say_passage_routing(data: Data) -> str:
