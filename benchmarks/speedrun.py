@@ -40,7 +40,7 @@ from expert_threshold.analysis.figures.learning import TOKENS, draw_losses
 from expert_threshold.analysis.page import save_figure
 from expert_threshold.analysis.results import names_with_sizes, sizes
 from expert_threshold.analysis.sentences import counted
-from expert_threshold.compare.running import ComparedRun, read_runs
+from expert_threshold.compare.findings import ComparedRun, read_runs
 from expert_threshold.data import DataConfig, Loader, Tokens, open_source, pack, windows
 from expert_threshold.runs import RunFolder
 

@@ -28,8 +28,8 @@ from expert_threshold.analysis.figures.style import style
 from expert_threshold.analysis.page import CSS, SCRIPT, svg
 from expert_threshold.analysis.records import expert_series, finite, layer_series, mean_loss, series
 from expert_threshold.analysis.report import write_report
+from expert_threshold.compare.findings import Findings, read_runs
 from expert_threshold.compare.page import comparison_page
-from expert_threshold.compare.running import findings_of, read_runs
 from expert_threshold.data import DataConfig
 from expert_threshold.install import install
 from expert_threshold.model import GPTConfig
@@ -348,9 +348,7 @@ def run_of(train: Any = (), validation: Any = (), **others: Any) -> Any:
 def test_a_comparison_shows_the_options_that_differ(runs: Path, tmp_path: Path) -> None:
     for name in ("expert_threshold", "expert_choice"):
         shutil.copytree(runs / name, tmp_path / name / "seed_0")
-    found = read_runs(tmp_path)
-    names = [run.method for run in found]
-    shown = comparison_page(findings_of(found, names, "Two", "expert_choice", 0.01), tmp_path)
+    shown = comparison_page(Findings("Two", read_runs(tmp_path), "expert_choice", 0.01), tmp_path)
     table = shown[shown.index("Options that differ</h2>") :]
     for cells in (["rule.name", "expert_threshold", "expert_choice"], ["rule.warmup_steps", "2", "–"]):
         assert "".join(f"<td>{cell}</td>" for cell in cells) in table

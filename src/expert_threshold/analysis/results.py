@@ -16,11 +16,11 @@ from ..files import corrupted_file_error
 from ..model import flops_per_token
 from ..routing import DENSE
 from ..runs import RunFolder
-from .methods import Subject
 from .records import Record, late_loss, read_run
 from .sentences import fixed, listed
 
-OfMethod = TypeVar("OfMethod", "Result", Subject)
+OfMethod = TypeVar("OfMethod", bound=Any)
+"""A record with a `method`."""
 
 
 class Result(NamedTuple):

@@ -1,4 +1,4 @@
-"""Results of a comparison: runs judged against a baseline, as tables in JSON, CSV and Markdown."""
+"""Runs of a comparison, judged against a baseline, as tables in JSON, CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -6,33 +6,72 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from ..analysis.results import HEADERS, NOTES, Result, cells, markdown, summarise, to_csv
+from ..analysis.methods import seed_of
+from ..analysis.results import HEADERS, NOTES, Result, cells, markdown, read_result, summarise, to_csv
+from ..config import SECTIONS
 from ..files import replace_file, replace_json
+from ..recipes import methods
+from ..runs import RunFolder
 from . import judgement
+from .experiment import KnownText
 from .judgement import Judged, judge, judged_cells, load_cells, notes
+
+
+class ComparedRun(NamedTuple):
+    """A run in FOLDER/METHOD/seed_N. result: None if it has neither finished nor diverged."""
+
+    folder: Path
+    method: str
+    seed: int
+    run: RunFolder
+    config: Mapping[str, Any]  # of its config.json
+    result: Result | None
+
+    @property
+    def text(self) -> KnownText:
+        """The text that it was trained on."""
+        shards = self.run.section("data").get("train_shards")
+        return KnownText(self.run.section("corpus")["hash"], self.run.tokenizer().hash, shards)
+
+
+def read_runs(folder: Path) -> list[ComparedRun]:
+    """Return the runs in folder/METHOD/seed_N by method, in their usual order, and seed.
+
+    Raises ValueError if one is damaged.
+    """
+    usual = list(methods())
+    found = []
+    for path in sorted(folder.glob("*/seed_*/config.json")):
+        if (seed := seed_of(path.parent)) is not None:
+            run, method = RunFolder.open(path.parent), path.parent.parent.name
+            for section in (*SECTIONS, "corpus", "machine", "versions"):
+                run.section(section)  # a configuration that lacks one is refused here
+            if (own := run.config["train"].get("seed")) != seed:  # a copy would count as another seed
+                raise ValueError(f"{run.path}: holds a run with seed {own}; remove it, or call it seed_{own}")
+            found.append(ComparedRun(folder, method, seed, run, run.config, read_result(run, method, seed)))
+    return sorted(found, key=lambda run: (usual.index(run.method) if run.method in usual else len(usual), *run[1:3]))
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of finished runs, and their comparison with a baseline.
-
-    folders: of each method's runs. baseline: the method that others
-    are judged against, within the margin in nats per token. timed: the runs' seconds compare, since they come from one
-    machine.
-    """
+    """The results of finished runs, and their comparison with a baseline, within a margin in nats per token."""
 
     headline: str
-    results: Sequence[Result]
-    folders: Mapping[str, Sequence[Path]]
+    runs: Sequence[ComparedRun]
     baseline: str
     margin: float
-    timed: bool = True
+
+    @cached_property
+    def results(self) -> list[Result]:
+        return [run.result._replace(method=run.method) for run in self.runs if run.result is not None]
 
     @cached_property
     def judged(self) -> list[Judged]:
-        """Each method against the baseline."""
-        return judge(self.results, self.baseline, self.margin, timed=self.timed)
+        """Each method against the baseline. Seconds are compared only if one machine made all runs."""
+        machines = {tuple(run.config["machine"][name] for name in ("cpu", "gpu", "threads")) for run in self.runs}
+        return judge(self.results, self.baseline, self.margin, timed=len(machines) < 2)
 
     def tables(self, emphasise: Callable[[str], str]) -> list[tuple[Sequence[str], list[list[str]], str]]:
         """Return the head, the cells and the explanation of each table; the best losses are passed to `emphasise`."""

@@ -10,9 +10,9 @@ from ..analysis.results import names_with_sizes, sizes
 from ..analysis.sentences import counted, listed
 from ..routing import DENSE
 from .experiment import Kind, options_by_path
-from .findings import Findings
+from .findings import ComparedRun, Findings, read_runs
 from .judgement import chosen_baseline
-from .running import OF_EXPERTS, ComparedRun, budget, findings_of, read_runs, several_versions
+from .running import OF_EXPERTS, budget, several_versions
 
 JOINED = Kind("joined comparison", "joined.json")
 
@@ -42,10 +42,9 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
     for run, name in zip(runs, names, strict=True):
         _require_same(run, of_name.setdefault(name, run), name, _recipe)
         _require_same(run, kept.setdefault((name, run.seed), run), f"{name} seed {run.seed}", _loss)
-    return findings_of(
-        list(kept.values()),
-        [name for name, _ in kept],
+    return Findings(
         f"joined from {listed(headlines)}{several_versions(runs)}{usual and f'; {usual}'}",
+        [run._replace(method=name) for (name, _), run in kept.items()],
         chosen_baseline(baseline, list(of_name)),
         margin,
     )

@@ -18,7 +18,6 @@ from ..analysis.plain import Data
 from ..analysis.records import read_run
 from ..analysis.results import Result, by_method, curves
 from ..files import replace_file
-from ..runs import RunFolder
 from .findings import Findings
 from .judgement import Judged
 from .judgement import shown as interval
@@ -66,11 +65,11 @@ def comparison_page(findings: Findings, folder: Path) -> str:
     body = [f"<header><h1>Comparison</h1>{text(findings.headline)}</header>"]
     for title, (head, lines, note) in zip(titles, findings.tables(str), strict=True):
         body.append(section(title, table(head, lines, title), text(note, muted=True) if note else ""))
-    runs = [(method, RunFolder(path)) for method, paths in findings.folders.items() for path in paths]
-    reports = {f"{method}, {run.path.name.replace('_', ' ')}": run.report for method, run in runs}
+    reports = {f"{run.method}, seed {run.seed}": run.run.report for run in findings.runs}
     reports["Analysis"] = folder / "analysis" / "report.html"
-    first = {method: options(read_run(run)) for method, run in reversed(runs)}
-    differing = options_that_differ({method: first[method] for method in findings.folders})
+    differing = options_that_differ(
+        {method: options(read_run(runs[0].run)) for method, runs in by_method(findings.runs).items()}
+    )
     return page("Comparison", [*body, exhibits("Figures", shown), differing, links(reports, folder)])
 
 

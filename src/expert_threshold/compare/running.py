@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from ..analysis.methods import seed_of
-from ..analysis.results import Result, read_result
 from ..analysis.sentences import listed, short
-from ..config import SECTIONS, RunConfig
+from ..config import RunConfig
 from ..full_run import train_run
 from ..plan import costs, window
-from ..recipes import methods
 from ..routing import DENSE
 from ..runs import RunFolder
 from ..train import DivergedError, Text
@@ -24,7 +21,6 @@ from ..train.device import machine, pick_device
 from ..train.log import say
 from .experiment import (
     Kind,
-    KnownText,
     options_by_path,
     read_shared_text,
     require_same,
@@ -32,7 +28,7 @@ from .experiment import (
     with_dtype,
     with_shards,
 )
-from .findings import Findings
+from .findings import ComparedRun, Findings, read_runs
 from .judgement import MARGIN
 
 COMPARISON = Kind("comparison", "compare.json")
@@ -47,61 +43,10 @@ OF_EXPERTS = {
 """Options without effect on a dense model."""
 
 
-class ComparedRun(NamedTuple):
-    """A run in FOLDER/METHOD/seed_N. result: None if it has neither finished nor diverged."""
-
-    folder: Path
-    method: str
-    seed: int
-    run: RunFolder
-    config: Mapping[str, Any]  # of its config.json
-    result: Result | None
-
-    @property
-    def text(self) -> KnownText:
-        """The text that it was trained on."""
-        shards = self.run.section("data").get("train_shards")
-        return KnownText(self.run.section("corpus")["hash"], self.run.tokenizer().hash, shards)
-
-
-def read_runs(folder: Path) -> list[ComparedRun]:
-    """Return the runs in folder/METHOD/seed_N by method, in their usual order, and seed.
-
-    Raises ValueError if one is damaged.
-    """
-    usual = list(methods())
-    found = []
-    for path in sorted(folder.glob("*/seed_*/config.json")):
-        if (seed := seed_of(path.parent)) is not None:
-            run, method = RunFolder.open(path.parent), path.parent.parent.name
-            for section in (*SECTIONS, "corpus", "machine", "versions"):
-                run.section(section)  # a configuration that lacks one is refused here
-            if (own := run.config["train"].get("seed")) != seed:  # a copy would count as another seed
-                raise ValueError(f"{run.path}: holds a run with seed {own}; remove it, or call it seed_{own}")
-            found.append(ComparedRun(folder, method, seed, run, run.config, read_result(run, method, seed)))
-    return sorted(found, key=lambda run: (usual.index(run.method) if run.method in usual else len(usual), *run[1:3]))
-
-
 def budget(train: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options, of these sections of a run, in which the runs of a table must agree."""
     shared = {name: train[name] for name in SHARED}
     return shared | {name: value for name, value in model.items() if name not in NOT_SHARED}
-
-
-def findings_of(
-    runs: Sequence[ComparedRun], names: Sequence[str], headline: str, baseline: str, margin: float
-) -> Findings:
-    """Return the results of finished runs, each of the method of that name."""
-    named = list(zip(names, runs, strict=True))
-    machines = {tuple(run.config["machine"][name] for name in ("cpu", "gpu", "threads")) for run in runs}
-    return Findings(
-        headline,
-        [run.result._replace(method=name) for name, run in named if run.result is not None],
-        {name: [run.run.path for other, run in named if other == name] for name in dict.fromkeys(names)},
-        baseline,
-        margin,
-        timed=len(machines) <= 1,
-    )
 
 
 def several_versions(runs: Sequence[ComparedRun]) -> str:
@@ -184,7 +129,7 @@ class Comparison(NamedTuple):
     def findings(self) -> Findings:
         """Return the results so far."""
         runs = [run for run in self.runs() if run.result is not None]
-        return findings_of(runs, [run.method for run in runs], self.headline(runs), self.baseline, self.margin)
+        return Findings(self.headline(runs), runs, self.baseline, self.margin)
 
     def headline(self, runs: Sequence[ComparedRun] = ()) -> str:
         """Return a line on the text, the budget and the machines that made the runs; without runs, this one."""
