@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from expert_threshold.routing import (
     ExpertChoice,
@@ -61,10 +62,10 @@ def check_selection(shares: tuple[int, ...], rank: int, group: dist.ProcessGroup
 
 
 def added_over_ranks(observation: Observation, group: dist.ProcessGroup) -> Observation:
-    total = {name: tensor.clone() for name, tensor in observation.tensors().items()}
-    for tensor in total.values():
+    total: Observation = tree_map(torch.clone, observation)
+    for tensor in total.tensors().values():
         dist.all_reduce(tensor, group=group)
-    return Observation.from_tensors(total)
+    return total
 
 
 def check_rule(rule: Rule, shares: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:

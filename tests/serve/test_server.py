@@ -91,14 +91,6 @@ def test_a_text_is_continued_as_by_the_engine(client: Any, model: GPT, tokenizer
     assert answer.object == "text_completion"
 
 
-def test_prompts_may_be_texts_and_token_ids_one_or_many(client: Any, model: GPT, tokenizer: Tokenizer) -> None:
-    ids = [tokenizer.encode("the mat"), tokenizer.encode("a hat")]
-    for prompt, many in ((PROMPT, [PROMPT]), (["a", "the"], ["a", "the"]), (ids[0], ids[:1]), (ids, ids)):
-        answer = client.completions.create(model="small", prompt=prompt, max_tokens=5, temperature=0)
-        assert [c.index for c in answer.choices] == list(range(len(many)))
-        assert [c.text for c in answer.choices] == [written(model, tokenizer, each, 5) for each in many]
-
-
 def test_a_seed_writes_the_same_and_each_of_n_texts_is_another(client: Any, model: GPT, tokenizer: Tokenizer) -> None:
     options = {"model": "small", "prompt": PROMPT, "max_tokens": 10, "n": 3, "seed": 5}
     texts = [[c.text for c in client.completions.create(**options).choices] for _ in range(2)]
@@ -608,16 +600,6 @@ def test_a_request_that_outlasts_the_grace_is_told_so(stream: bool, caplog: pyte
     else:
         assert (answer.status, answer.error["code"]) == (503, "stopping")
     assert "Traceback" not in caplog.text
-
-
-def test_stopping_the_server_ends_its_thread_mid_generation() -> None:
-    with served(held=True) as server:
-        connection = connect(server)
-        send(connection, stream=True)
-        until(lambda: server.worker.unfinished == 1)
-        connection.sock.shutdown(socket.SHUT_RDWR)
-    assert not server.worker._thread.is_alive()
-    connection.close()
 
 
 def test_the_openapi_document_matches_the_parser(server: Served) -> None:

@@ -496,16 +496,6 @@ def test_ten_skipped_steps_in_a_row_end_the_run_and_harm_nothing(
     assert events == [*["skipped_step"] * 10, "diverged"]
 
 
-def test_a_model_of_nothing_but_nan_ends_the_run_too(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Scores that are not numbers meet the rules' selections."""
-    init = GPT.init_weights
-    monkeypatch.setattr(GPT, "init_weights", lambda model: [init(model), model.embed.weight.data.fill_(math.nan)])
-    with pytest.raises(ValueError, match="10 steps in a row"):
-        start(steps=20, eval_every=None)
-
-
 def test_a_router_row_of_nan_is_told_by_layer_and_expert_and_moves_nothing(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any
 ) -> None:

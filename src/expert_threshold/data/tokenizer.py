@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,8 @@ from .tokenizer_json import from_tokenizer_json, to_tokenizer_json
 BOS = "<|bos|>"
 MIN_VOCAB_SIZE = 257
 """Room for all bytes and `BOS`."""
+MAX_VOCAB_SIZE = 2**20
+"""Several times the largest in use. A number with too many digits would be refused only after minutes of merging."""
 
 # Text is split into pieces, and merges stay inside a piece: contractions; a word with the character before it; up to
 # two digits; punctuation. As in GPT-4's pattern, the last blank before a word belongs to the word. Unlike there, a
@@ -37,43 +37,16 @@ PATTERN = "|".join(
     )
 )
 
-_WORD_ENDS = re.compile(r"(?<=[A-Za-z])(?=\W)")
-
 THREADS = min(8, os.cpu_count() or 1)
 """Threads that tokenize when nothing else needs the processor."""
 
 
 def require_vocab_size(vocab_size: int) -> None:
-    """Raise ValueError if the vocabulary has no room for all bytes."""
+    """Raise ValueError if the vocabulary has no room for all bytes, or is larger than any text supports."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size={vocab_size} is too small: give at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})")
-
-
-def _too_large(vocab_size: int, supports: str) -> ValueError:
-    return ValueError(
-        f"vocab_size={vocab_size} is too large for this text: it supports {supports}; "
-        "give a smaller vocab_size or more text"
-    )
-
-
-def _supporting(texts: Iterator[str], vocab_size: int) -> Iterator[str]:
-    """Return the same texts, after reading enough of them to allow for the merges.
-
-    No piece of PATTERN extends from a letter to a non-letter, and n bytes have at most n - 1 merges, so the distinct
-    words bound the vocabulary. Raises ValueError if the bound is too low, before the slow merging starts.
-    """
-    read: list[str] = []
-    words: set[str] = set()
-    most = MIN_VOCAB_SIZE
-    while most < vocab_size:
-        text = next(texts, None)
-        if text is None:
-            raise _too_large(vocab_size, f"fewer than {most + 1}")
-        read.append(text)
-        new = {word for word in _WORD_ENDS.split(text) if word} - words
-        words |= new
-        most += sum(len(word.encode()) - 1 for word in new)
-    return chain(read, texts)
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ValueError(f"vocab_size={vocab_size} is too large: give at most {MAX_VOCAB_SIZE}")
 
 
 class Tokenizer:
@@ -104,10 +77,13 @@ class Tokenizer:
         except ImportError:
             raise ValueError("training a tokenizer needs rustbpe, which is missing; pip install rustbpe") from None
         trainer = rustbpe.Tokenizer()
-        trainer.train_from_iterator(_supporting(iter(texts), vocab_size), vocab_size - 1, pattern=PATTERN)
+        trainer.train_from_iterator(iter(texts), vocab_size - 1, pattern=PATTERN)
         tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
         if len(tokens) + 1 < vocab_size:
-            raise _too_large(vocab_size, f"at most {len(tokens) + 1}")
+            raise ValueError(
+                f"vocab_size={vocab_size} is too large for this text: it supports at most {len(tokens) + 1}; "
+                "give a smaller vocab_size or more text"
+            )
         return cls(tokens)
 
     @property

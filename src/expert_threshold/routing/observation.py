@@ -44,14 +44,6 @@ class Observation(NamedTuple):
         core = {name: tensor for name, tensor in self._asdict().items() if name != "sums"}
         return core | {f"sums.{name}": tensor for name, tensor in self.sums.items()}
 
-    @classmethod
-    def from_tensors(cls, named: dict[str, Tensor]) -> Observation:
-        """Return the observation from its `tensors`. Raises KeyError if a core sum is missing."""
-        own = {name.removeprefix("sums."): value for name, value in named.items() if name.startswith("sums.")}
-        fields: list[Any] = [named[name] for name in cls._fields[:-1]]
-        fields.append(own)
-        return cls(*fields)
-
     @property
     def usage(self) -> Tensor:
         """Load divided by tokens, per expert."""

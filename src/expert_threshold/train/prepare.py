@@ -21,7 +21,7 @@ from ..data import Corpus, DataConfig, Loader, Tokenizer, Tokens, open_source, p
 from ..data.public import core_bundle
 from ..data.sources import absolute
 from ..data.tokens import Parts
-from ..distributed import LocalBatch, Parallel, local_batch, parallelize
+from ..distributed import Parallel, local_batch, parallelize
 from ..evaluation import Task, read_bundle
 from ..evaluation.core import choose_rows
 from ..files import corrupted_file_error
@@ -116,7 +116,17 @@ def prepare(
         facts = {"text": corpus.hash, "tokenizer": text.tokenizer.hash, "dtype": str(dtype)}
         parallel.rendezvous.require_equal(facts, "give every rank the same text and the same kind of machine")
     local = local_batch(config.batch_size, config.accumulation, model.rule, parallel.world_size)
-    loader = _loader(text.train, data, config, model.context, parallel, local)
+    loader = Loader(
+        text.train,
+        local.batch_size,
+        model.context,
+        config.seed,
+        parallel.rank,
+        parallel.world_size,
+        threads=max(1, ((os.cpu_count() or 1) - 1) // parallel.local_world_size),
+        group=parallel.world,
+        skip_damaged=data.skip_damaged,
+    )
     shards = parallelize(gpt, optim, parallel)
     optimizers = make_optimizers(shards.parameters.items(), optim, model.d_model)
     forward = compiled(gpt) if record["compiled"] else None
@@ -242,28 +252,6 @@ def _starting_point(
     with corrupted_file_error(folder.path / "config.json", "restore it from a copy, or train again"):
         source = Path(record["init_from"])
     return None, RunFolder.open(source)
-
-
-def _loader(
-    tokens: Tokens | Parts,
-    data: DataConfig,
-    config: TrainConfig,
-    context: int,
-    parallel: Parallel,
-    local: LocalBatch,
-) -> Loader:
-    threads = max(1, (os.cpu_count() or 1) - 1)
-    return Loader(
-        tokens,
-        local.batch_size,
-        context,
-        config.seed,
-        parallel.rank,
-        parallel.world_size,
-        threads=max(1, threads // parallel.local_world_size),
-        group=parallel.world,
-        skip_damaged=data.skip_damaged,
-    )
 
 
 def _read_core(config: TrainConfig) -> Sequence[Task]:
