@@ -178,40 +178,40 @@ class Rendezvous:
             pause = min(2 * pause, 1.0)
 
     def report_failure(self, failure: Failure, remedy: str, say: Callable[[str], None]) -> int:
-        """Have exactly one rank say why this launch ends, the main rank if it failed itself; returns the exit code.
+        """Have exactly one rank say why this launch ends; returns the exit code.
 
         failure: this rank's. remedy: what to do about a lost rank. Without a store, every rank speaks for itself.
         """
         try:
-            return self._report(failure, remedy, say)
+            self._store.set(f"failure/{self.rank}", json.dumps(failure))
+            failures = self._failures()
+            own = {rank: each for rank, each in failures.items() if each.is_own}
+            text, code = self._explain(failures, remedy), failure.code
+            if own:
+                rank, first = min(own.items())
+                text, code = f"rank {rank}: {first.text}" if rank else first.text, first.code
+            if self._store.add("speakers", 1) == 1:
+                say(text)
+            return failure.code if failure.is_own else code
         except DistError:
             lost = f"lost the launcher, or the rank that started first ({failure.text}); {remedy}"
             say(f"rank {self.rank}: {failure.text if failure.is_own else lost}")
             return failure.code
 
-    def _report(self, failure: Failure, remedy: str, say: Callable[[str], None]) -> int:
-        self._store.set(f"{'failure' if failure.is_own else 'alive'}/{self.rank}", json.dumps(failure))
-        if failure.is_own:
-            if self.rank == 0:
-                self._say_once(failure.text, say)
-            elif not self._is_said(REPORT_TIMEOUT):
-                self._say_once(f"rank {self.rank}: {failure.text}", say)
-            self._wait_for_others_to_exit()
-            return failure.code
-        said = self._is_said(REPORT_TIMEOUT)
-        failed = self._of_ranks("failure")
-        if failed:
-            rank, first = min(failed.items())
-            if not said:
-                self._say_once(f"rank {rank}: {first.text}", say)
-            return first.code
-        if not said:
-            self._say_once(self._explain(remedy), say)
-        return failure.code
+    def _failures(self) -> dict[int, Failure]:
+        """Return the failures of all ranks that report one in time, by rank.
 
-    def _explain(self, remedy: str) -> str:
+        All wait for each other, since the launcher kills the others as soon as one exits.
+        """
+        end = time.monotonic() + REPORT_TIMEOUT
+        while True:
+            found = [rank for rank in range(self.world_size) if self._store.check([f"failure/{rank}"])]
+            if len(found) == self.world_size or time.monotonic() > end:
+                return {rank: Failure(*json.loads(self._store.get(f"failure/{rank}"))) for rank in found}
+            time.sleep(0.05)
+
+    def _explain(self, alive: Mapping[int, Failure], remedy: str) -> str:
         """Return why the launch ends although no rank that is alive has failed by itself."""
-        alive = self._of_ranks("alive")
         lost = [str(rank) for rank in range(self.world_size) if rank not in alive]
         names = f"{'ranks' if len(lost) > 1 else 'rank'} {', '.join(lost)} of {self.world_size}"
         texts = [(rank, failure.text) for rank, failure in alive.items() if failure.text != INTERRUPTED]
@@ -225,29 +225,6 @@ class Rendezvous:
         if lost:
             return f"{names} exited or stopped responding; {remedy}"
         return " ".join(f"rank {rank}: {text}; {remedy}" for rank, text in texts[:1]) or INTERRUPTED
-
-    def _say_once(self, text: str, say: Callable[[str], None]) -> None:
-        if self._store.add("speakers", 1) == 1:
-            say(text)
-            self._store.set("said", "")
-
-    def _is_said(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while not (said := self._store.check(["said"])) and time.monotonic() < end:
-            time.sleep(0.05)
-        return said
-
-    def _wait_for_others_to_exit(self) -> None:
-        """Wait briefly: the launcher kills all other ranks as soon as one exits, even in the middle of their report."""
-        self._store.add("exiting", 1)
-        end = time.monotonic() + REPORT_TIMEOUT / 5
-        while self._store.add("exiting", 0) < self.world_size and time.monotonic() < end:
-            time.sleep(0.02)
-
-    def _of_ranks(self, key: str) -> dict[int, Failure]:
-        """Return the failures that ranks have set under this key, by rank."""
-        ranks = [rank for rank in range(self.world_size) if self._store.check([f"{key}/{rank}"])]
-        return {rank: Failure(*json.loads(self._store.get(f"{key}/{rank}"))) for rank in ranks}
 
 
 def _shown(facts: Mapping[str, Any], name: str) -> str:
