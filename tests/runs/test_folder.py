@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commands import edit
 from expert_threshold.data import Tokenizer
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.routing import ExpertThreshold
@@ -83,7 +84,7 @@ def test_a_linked_file_stays_linked_when_it_is_replaced(run: RunFolder, tmp_path
 
 
 def test_a_link_to_an_empty_folder_may_become_a_derived_run(run: RunFolder, tmp_path: Path) -> None:
-    run.write_config({"model": {"vocab_size": 257}})
+    run.write_config({"model": {"vocab_size": 257}, "rule": {}})
     run.write_tokenizer(Tokenizer.train(["abc"], 257))
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk", target_is_directory=True)
@@ -103,8 +104,9 @@ def test_an_empty_folder_may_become_a_run(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path).path == tmp_path
 
 
-def test_a_folder_holding_only_a_stale_lock_can_become_a_run(tmp_path: Path) -> None:
+def test_a_folder_holding_only_what_a_killed_run_left_can_become_a_run(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text('{"pid": 4194305, "host": "here", "process": "dead"}')
+    (tmp_path / ".tmp-config.json").write_text("{")
     assert RunFolder.create(tmp_path).path == tmp_path
 
 
@@ -357,6 +359,18 @@ def test_an_earlier_step_can_be_loaded(trained: tuple[RunFolder, GPT]) -> None:
     run, _ = trained
     updates = [load_model(run.path, step)[0].moe_layers()[0][1].router.state.step for step in (1, 2, None)]
     assert updates == [1, 2, 2]
+
+
+def test_a_model_is_not_loaded_with_another_option_than_it_was_made_with(
+    trained: tuple[RunFolder, GPT], tmp_path: Path
+) -> None:
+    """A bit that flips in config.json made another model of the same weights."""
+    run, model = trained
+    made = derive(run, tmp_path / "made", 1, model.state_dict(), model={})
+    with edit(made.path / "config.json") as config:
+        config["model"]["softcap"] = 14.0
+    with pytest.raises(ValueError, match=r"config\.json: model\.softcap=14\.0 is not what step 1 was made with"):
+        load_model(made.path)
 
 
 def test_weights_that_the_configuration_does_not_describe_are_refused(

@@ -88,6 +88,9 @@ def _require_task(entry: TaskRow) -> None:
     known = entry["icl_task_type"] in FIELDS and type(shots) is int and shots >= 0
     if not known or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"a field of {entry['label']} has a value of the wrong kind")
+    uri = Path(entry["dataset_uri"])
+    if uri.is_absolute() or ".." in uri.parts:
+        raise ValueError(f"{uri} leads out of the bundle")
 
 
 def _task(path: Path, entry: TaskRow, baseline: float) -> Task:

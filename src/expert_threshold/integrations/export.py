@@ -100,7 +100,7 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
         run = RunFolder(temporary)
         run.write_config(gpt_config.to_dict() | facts)
         tokenizer.save(run.tokenizer_path)
-        run.save_checkpoint(step, {"model": model.state_dict()}, {})
+        run.save_checkpoint(step, {"model": model.state_dict()}, {"options": run.model_options()})
     return RunFolder.open(out)
 
 

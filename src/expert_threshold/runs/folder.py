@@ -92,6 +92,10 @@ class RunFolder:
             )
         return section
 
+    def model_options(self) -> dict[str, Any]:
+        """Return the options of the model, its rule's included, by path."""
+        return {f"{part}.{name}": value for part in ("model", "rule") for name, value in self.section(part).items()}
+
     @contextmanager
     def named(self) -> Iterator[None]:
         """Name config.json in a ValueError about what it holds."""
@@ -156,7 +160,8 @@ class RunFolder:
     def load_checkpoint(self, step: int | None = None, parts: Collection[str] | None = None) -> Checkpoint:
         """Return the checkpoint of `step` or the newest, verified, with only `parts` of its tensors if given.
 
-        Raises ValueError that names the damaged or missing file and the checkpoint to fall back on.
+        Raises ValueError that names the damaged or missing file and the checkpoint to fall back on, or an option of the
+        model in config.json that the checkpoint was not made with.
         """
         steps = self.checkpoints()
         if not steps:
@@ -165,7 +170,14 @@ class RunFolder:
             step = steps[-1]
         if step not in steps:
             raise ValueError(f"{self.path}: no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
-        return checkpoint.read(self.checkpoints_path, step, parts)
+        saved = checkpoint.read(self.checkpoints_path, step, parts)
+        options = saved.state.get("options", {})
+        for path, value in self.model_options().items() if options else ():
+            if path not in options or value != options[path]:
+                raise ValueError(
+                    f"{self._config_path}: {path}={value!r} is not what step {step} was made with; restore it from a copy"
+                )
+        return saved
 
 
 def derive(
@@ -186,7 +198,7 @@ def derive(
         run = RunFolder(temporary)
         run.write_config({**source.config, **model, "init_from": str(source.path.resolve())})
         run.write_tokenizer(source.tokenizer())
-        run.save_checkpoint(step, {"model": weights}, {})
+        run.save_checkpoint(step, {"model": weights}, {"options": run.model_options()})
         for name, content in (files or {}).items():
             replace_json(temporary / name, content)
     return RunFolder.open(to)

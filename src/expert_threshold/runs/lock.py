@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from ..files import named
+from ..files import TEMPORARY, named
 
 LOCK = ".lock"
 """The lock file's name in the folder it locks. One that a killed process left locks nothing and is no content."""
@@ -48,5 +48,5 @@ def _locked(path: Path, stack: ExitStack) -> TextIO:
 
 
 def is_vacant(folder: Path) -> bool:
-    """Return True if the folder is empty but for a lock."""
-    return {path.name for path in folder.iterdir()} <= {LOCK}
+    """Return True if the folder is empty but for a lock and files that were never completed, as a kill leaves them."""
+    return all(path.name == LOCK or path.name.startswith(TEMPORARY) for path in folder.iterdir())

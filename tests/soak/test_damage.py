@@ -1,0 +1,74 @@
+"""A bit that flips or an end that is lost, in any file: the file is named, and nothing else than before is loaded."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from campaign import campaign, trials
+from cases import et
+from expert_threshold.runs import RunFolder, load_model
+
+from .forks import Forks, outcome
+
+
+def damage(path: Path, chance: random.Random) -> bytes:
+    """Flip a bit of a file or cut it; return what it was."""
+    whole = path.read_bytes()
+    bad = bytearray(whole)
+    place = chance.randrange(len(whole))
+    if chance.random() < 0.5:
+        bad[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(bad)
+    else:
+        path.write_bytes(whole[:place])
+    return whole
+
+
+@trials(1000, few=20)
+def test_no_damaged_file_of_a_run_is_loaded(
+    trials: int, forks: Forks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Samples, the report and measurements are for people: damage there is named, or changes what they show alone."""
+    whole, run = forks.folder / "whole damage", tmp_path / "run"
+    assert forks.run(forks.train(whole, "--sample-every", "6")).code == 0
+    RunFolder(whole).metrics.truncate_after(9)
+    shutil.rmtree(whole / "checkpoints/step_000012")
+    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
+    model = load_model(whole)[0]
+    weights, config = model.state_dict(), model.config
+    shutil.copytree(whole, run)
+    assert et("train", "--resume", run) == 0
+    expected = outcome(run)[2:4]
+    named: Counter[str] = Counter()
+
+    def trial(chance: random.Random) -> None:
+        shutil.rmtree(run)
+        shutil.copytree(whole, run)
+        file = chance.choice(files)
+        damage(run / file, chance)
+        capsys.readouterr()
+        refusal = ""
+        try:
+            loaded = load_model(run)[0]
+        except ValueError as error:
+            refusal = str(error)
+        if not refusal:
+            assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
+            assert loaded.config == config
+            code = et("train", "--resume", run)
+            if code == 0:
+                assert outcome(run)[2:4] == expected
+                return
+            assert code == 2
+            refusal = capsys.readouterr().err.strip()
+        assert "\n" not in refusal
+        named[file.parts[0]] += str(run) in refusal
+
+    campaign("flips and truncations of a run", trials, trial)
+    print(named)
