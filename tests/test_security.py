@@ -143,7 +143,8 @@ def test_no_file_runs_code_when_it_is_loaded(
 
     fresh()
     load()  # imports what it needs
-    files = [path.relative_to(place) for path in sorted(place.rglob("*")) if path.is_file()] or [Path()]
+    every = sorted((folder / name).rglob("*"))
+    files = [path.relative_to(folder / name) for path in every if path.is_file()] or [Path()]
     for file in files:
         for content in payloads(owned).values():
             fresh()

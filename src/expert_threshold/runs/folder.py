@@ -174,9 +174,8 @@ class RunFolder:
         options = saved.state.get("options", {})
         for path, value in self.model_options().items() if options else ():
             if path not in options or value != options[path]:
-                raise ValueError(
-                    f"{self._config_path}: {path}={value!r} is not what step {step} was made with; restore it from a copy"
-                )
+                what = f"{path}={value!r} is not what step {step} was made with"
+                raise ValueError(f"{self._config_path}: {what}; restore it from a copy")
         return saved
 
 
