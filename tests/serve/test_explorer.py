@@ -169,12 +169,8 @@ def test_each_run_reads_for_itself() -> None:
         ({"text": None}, 400, "text=None should be a valid string"),
         ({"text": "the " * 64}, 400, "tokens, BOS included, and small reads at most 64; shorten it"),
         ({"max_tokens": -1}, 400, "max_tokens=-1 should be greater than or equal to 0"),
-        ({"max_tokens": 1e3}, 400, "max_tokens"),
-        ({"max_tokens": 65}, 400, "max_tokens"),
-        ({"temperature": "hot"}, 400, "temperature"),
         ({"seed": -1}, 400, "seed"),
         ({"rate": 5}, 400, "rate"),
-        ({"rate": True}, 400, "rate"),
         ({"record": True}, 400, "unknown field"),
     ],
 )

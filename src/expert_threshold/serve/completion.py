@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -46,7 +46,7 @@ Fields = dict[str, tuple[Any, Any]]
 """Name -> type and default of a field of a request, for pydantic."""
 
 
-ZERO = (float | None, Field(None, ge=0, le=0))
+ZERO, OFF = (float | None, Field(None, ge=0, le=0)), (Literal[False] | None, None)
 NEUTRAL: Fields = {
     "presence_penalty": ZERO,
     "frequency_penalty": ZERO,
@@ -54,10 +54,17 @@ NEUTRAL: Fields = {
     "repetition_penalty": (float | None, Field(None, ge=1, le=1)),
     "logit_bias": (dict[str, Any] | None, Field(None, max_length=0)),
     "suffix": (str | None, Field(None, max_length=0)),
+    "ignore_eos": OFF,
 }
 """Fields of OpenAI and vLLM that are not supported, with the values that change nothing and are accepted."""
+STREAM_OPTIONS: Fields = {
+    "include_usage": (bool | None, None),
+    "include_obfuscation": OFF,
+    "continuous_usage_stats": OFF,
+}
+UNSUPPORTED = "is not supported; leave it out"
 
-MUST = dict.fromkeys(NEUTRAL, "is not supported; leave it out") | {
+MUST = dict.fromkeys((*NEUTRAL, *(f"stream_options.{name}" for name in STREAM_OPTIONS)), UNSUPPORTED) | {
     "prompt": "must be a string, a list of strings, a list of token ids, or a list of those",
     "stop": "must be a string or a list of strings",
 }
@@ -84,7 +91,6 @@ def request_model(name: str, fields: Fields) -> type[BaseModel]:
 def completion_model(name: str, limits: Limits, context: int, dial: float | None) -> type[BaseModel]:
     """Return the model of a completion request. It omits the limits on prompts and on stop strings together."""
     flag = (bool | None, None)
-    stream_options = dict.fromkeys(("include_usage", "include_obfuscation", "continuous_usage_stats"), flag)
     return request_model(
         "CompletionRequest",
         sampling_fields(limits, context, dial)
@@ -96,19 +102,17 @@ def completion_model(name: str, limits: Limits, context: int, dial: float | None
             "logprobs": (int | None, Field(None, ge=0, le=limits.logprobs)),
             "stop": (str | list[str] | None, None),
             "stream": flag,
-            "stream_options": (request_model("StreamOptions", stream_options) | None, None),
+            "stream_options": (request_model("StreamOptions", STREAM_OPTIONS) | None, None),
             "echo": flag,
             "user": (str | None, None),
             "best_of": (int | None, None),
             **NEUTRAL,
-            "ignore_eos": flag,
         },
     )
 
 
-def validated(model: type[BaseModel], body: bytes) -> Any:
-    """Return the request in a body, with defaults in place of null. Raises ApiError 400, which names the field."""
-    fields = read_object(body)
+def validated(model: type[BaseModel], fields: Mapping[str, Any]) -> Any:
+    """Return the request, with defaults in place of null. Raises ApiError 400, which names the field."""
     defaults = [name for name, field in model.model_fields.items() if not field.is_required()]
     try:
         return model.model_validate({k: v for k, v in fields.items() if v is not None or k not in defaults})
@@ -123,9 +127,9 @@ def validated(model: type[BaseModel], body: bytes) -> Any:
     if kind == "none_required":
         must = "is not supported by this model, which has no cutoffs or no sketch of its scores; leave it out"
         raise invalid(param, error["input"], must, code="unsupported")
-    code = "invalid_type" if kind.endswith("_type") else "unsupported" if param in NEUTRAL else "out_of_range"
-    value = fields[param] if param in MUST else error["input"]
-    raise invalid(param, value, MUST.get(param, must), code=code)
+    must = must if kind == "bool_type" else MUST.get(param, must)
+    code = "invalid_type" if kind.endswith("_type") else "unsupported" if must == UNSUPPORTED else "out_of_range"
+    raise invalid(param, fields.get(param, error["input"]), must, code=code)
 
 
 class Completion(NamedTuple):
@@ -167,7 +171,7 @@ class Parser:
         self.model = completion_model(name, limits, context, dial)
 
     def __call__(self, body: bytes) -> Completion:
-        fields = validated(self.model, body)
+        fields = validated(self.model, read_object(body))
         require_model(fields.model, self.name)
         prompts, opened = self._prompts(fields.prompt)
         if len(prompts) * fields.n > self.limits.texts:
@@ -190,14 +194,10 @@ class Parser:
             rate=fields.rate,
         )
         options = fields.stream_options
-        unsupported = {"ignore_eos": fields.ignore_eos, "best_of": fields.best_of not in (None, 1, fields.n)}
-        if options is not None:
-            if not fields.stream:
-                raise invalid("stream_options", dict(options), "needs stream=true")
-            for name in ("include_obfuscation", "continuous_usage_stats"):
-                unsupported[f"stream_options.{name}"] = getattr(options, name)
-        for name in [name for name, given in unsupported.items() if given]:
-            raise ApiError(400, f"{name} is not supported; leave it out", param=name, code="unsupported")
+        if options is not None and not fields.stream:
+            raise invalid("stream_options", dict(options), "needs stream=true")
+        if fields.best_of not in (None, 1, fields.n):
+            raise invalid("best_of", fields.best_of, UNSUPPORTED, code="unsupported")
         usage = options is not None and bool(options.include_usage)
         return Completion(fields.model, prompts, opened, fields.n, bool(fields.stream), usage, fields.logprobs, request)
 

@@ -161,12 +161,12 @@ def read_model(limits: Limits, context: int, dial: float | None) -> type[BaseMod
 
 def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explored, Request]:
     """Parse a body of /explorer/read. Raises ApiError if it is invalid or exceeds the limits."""
-    name = read_object(body).get("run")
-    run = next((run for run in runs if run.name == name), None)
+    given = read_object(body)
+    run = next((run for run in runs if run.name == given.get("run")), None)
     if run is None:
         raise ApiError(404, f"there is no run of that name; use {', '.join(run.name for run in runs)}", param="run")
     context = run.model.config.context
-    fields = validated(read_model(limits, context, largest_rate(run.model)), body)
+    fields = validated(read_model(limits, context, largest_rate(run.model)), given)
     prompt = (run.tokenizer.bos, *run.tokenizer.encode(fields.text))
     most = min(limits.prompt_tokens or context, context - min(fields.max_tokens, 1))
     if len(prompt) > most:
