@@ -135,7 +135,10 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Load a file of `save`, even if `tokenizers` wrote it again. Raises ValueError if it encodes differently."""
         try:
-            return cls(from_tokenizer_json(json.loads(Path(path).read_bytes()), PATTERN, BOS))
+            content = json.loads(Path(path).read_bytes())
+            if isinstance(content, dict) and "merges" in content:  # in runs made before this file was Hugging Face's
+                return cls([*(bytes([b]) for b in range(256)), *(m.encode("latin-1") for m in content["merges"])])
+            return cls(from_tokenizer_json(content, PATTERN, BOS))
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is damaged or no tokenizer of expert-threshold ({error}); restore it from a backup, or train "
