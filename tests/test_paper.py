@@ -11,7 +11,7 @@ from expert_threshold import config, recipes
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.model.attention import norm, rotary
 from expert_threshold.moe.router import Router
-from expert_threshold.optim import RELEASE, OptimConfig, orthogonal, orthogonalize
+from expert_threshold.optim import RELEASE, OptimConfig, muon, orthogonalize
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice, cutoffs, expert_threshold
 
 EXPERTS = {"num_experts": 16, "experts_per_token": 1}
@@ -46,7 +46,7 @@ HEAD = {"softcap": 15.0, "gate_norm": None, "z_loss": None}
 STATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizers": (OptimConfig(), RATES | SCHEDULE | ADAMW | MOMENTUM | PLAIN),
     "optimizers of the release": (RELEASE, RATES | SCHEDULE | ADAMW | MOMENTUM | PLAIN | OF_RELEASE),
-    "iteration": (orthogonal, {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "EPS": 1e-7}),
+    "iteration": (muon, {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "EPS": 1e-7}),
     "expert threshold": (
         ExpertThreshold(),
         EXPERTS | {"decay": 0.999, "warmup_steps": 4000, "capacity_slack": 0.5, "pool": "global", "debias": True},

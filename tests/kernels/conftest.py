@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expert_threshold.kernels import cpu
-from expert_threshold.kernels.cpu import build
+from expert_threshold.kernels.cpu import blocks, build
 
 EMULATED = Path(__file__).parent / "emulated.h"
 CAPABILITIES = torch.cpu.get_capabilities()
@@ -21,15 +20,15 @@ def emulated() -> ctypes.CDLL | None:
     """Return the kernels with instructions and products from `emulated.h`; None if they cannot be built or run."""
     if not all(CAPABILITIES.get(f"avx512_{part}", False) for part in ("f", "bw", "dq", "vl")):
         return None
-    flags = [*cpu.BLOCKS_FLAGS, *build.WARNINGS, "-include", str(EMULATED)]
-    library = build.load(cpu.BLOCKS, [*cpu.PARTS, EMULATED], flags, cpu.LIBRARIES)
-    return library if library is not None and cpu.block_products() else None
+    flags = [*build.BLOCKS_FLAGS, *build.WARNINGS, "-include", str(EMULATED)]
+    library = build.load(build.BLOCKS, [*build.PARTS, EMULATED], flags, build.LIBRARIES)
+    return library if library is not None and blocks.block_products() else None
 
 
 @pytest.fixture(params=["native" if CAPABILITIES.get("avx512_bf16", False) else "emulated"])
 def block_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test with kernels, and say in its name which."""
-    library = cpu.library if request.param == "native" else emulated
+    library = blocks.library if request.param == "native" else emulated
     if library() is None:
-        pytest.skip(build.why_not(cpu.BLOCKS) or "a processor without AVX-512")
-    monkeypatch.setattr(cpu, "library", library)
+        pytest.skip(build.why_not(build.BLOCKS) or "a processor without AVX-512")
+    monkeypatch.setattr(blocks, "library", library)

@@ -197,15 +197,6 @@ def test_compiled_it_is_one_graph_whatever_the_loads() -> None:
     assert counter.frame_count == 1
 
 
-def test_whole_numbers_as_an_assignment_change_nothing() -> None:
-    given = case(some(200, 4), dtype=torch.bfloat16, d_model=64, d_expert=96)
-    weights = given.experts.up.bfloat16(), given.experts.down.bfloat16()
-    y, expected = (
-        kernels.routed_sum(given.x, given.gates, z, weights) for z in (given.assignment.long(), given.assignment)
-    )
-    assert torch.equal(y, expected)
-
-
 def test_more_pairs_than_there_is_room_for_are_refused() -> None:
     x, weights = torch.randn(64, 32).bfloat16(), torch.randn(2, 32, 32).bfloat16()
     with pytest.raises(RuntimeError, match="128 pairs of tokens and experts do not fit into 127 rows"):

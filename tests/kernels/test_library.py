@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from expert_threshold.kernels import VARIABLE, cpu, off
-from expert_threshold.kernels.cpu import build
+from expert_threshold.kernels.cpu import blocks, build
 
 NEEDS_COMPILER = pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="no g++ on Linux")
 PACKAGES = Path(cpu.__file__).parents[3]
@@ -35,10 +35,11 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_kernels_exist_where_there_are_a_compiler_and_bfloat16_products() -> None:
     """Else all their tests would be skipped and nobody would know."""
     assert cpu.library() is not None
-    assert cpu.available()
     with off():
         assert not cpu.available()
+        assert cpu.reason() == "they are switched off"
     assert cpu.available()
+    assert cpu.reason() is None
 
 
 @NEEDS_COMPILER
@@ -57,7 +58,9 @@ def test_a_library_is_built_once(source: Path, capfd: pytest.CaptureFixture[str]
 
 
 @NEEDS_COMPILER
-def test_what_does_not_compile_is_left_out_and_the_reason_told(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_source_that_does_not_compile_is_left_out_and_the_reason_printed(
+    source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     source.write_text("int answer() { return nothing; }\n")
     assert build.load(source, [], build.FLAGS, []) is None
     said = capfd.readouterr().err.splitlines()[-1]
@@ -68,7 +71,7 @@ def test_what_does_not_compile_is_left_out_and_the_reason_told(source: Path, cap
 
 
 @NEEDS_COMPILER
-def test_a_compiler_that_takes_too_long_is_stopped_and_the_reason_told(
+def test_a_compiler_that_takes_too_long_is_stopped_and_the_reason_printed(
     source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Tests of kernels were skipped then with another reason: that there was no compiler."""
@@ -146,8 +149,8 @@ def test_our_sources_compile_without_a_warning(which: str, tmp_path: Path) -> No
     """Without optimisation, which takes long, for a processor with all that the sources use, and torch 2.11's ABI."""
     oldest = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # which other headers of torch refuse
     source, flags = {
-        "decoder": (cpu.DECODER, [*cpu.DECODER_FLAGS, oldest]),
-        "blocks": (cpu.BLOCKS, cpu.BLOCKS_FLAGS),
+        "decoder": (build.DECODER, [*build.DECODER_FLAGS, oldest]),
+        "blocks": (build.BLOCKS, build.BLOCKS_FLAGS),
     }[which]
     flags = [flag for flag in flags if flag not in ("-O3", "-march=native", "-shared")]
     command = ["g++", *flags, "-march=sapphirerapids", *build.WARNINGS, "-fsyntax-only", str(source)]
@@ -200,8 +203,8 @@ def test_the_reason_why_there_are_no_kernels_is_known(
 ) -> None:
     """Without a compiler they were off, and nothing said so."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": multiplies})
-    monkeypatch.setattr(cpu, "library", cpu.library.__wrapped__)
-    monkeypatch.setattr(cpu, "_built", cpu._built.__wrapped__)
+    monkeypatch.setattr(blocks, "library", blocks.library.__wrapped__)
+    monkeypatch.setattr(blocks, "_built", blocks._built.__wrapped__)
     for variable in (VARIABLE, "CXX"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in environment.items():
@@ -210,13 +213,6 @@ def test_the_reason_why_there_are_no_kernels_is_known(
     said = cpu.reason()
     assert said is not None
     assert said.startswith(reason)
-
-
-@pytest.mark.skipif(cpu.library() is None, reason=str(cpu.reason()))
-def test_available_kernels_give_no_reason_unless_switched_off() -> None:
-    assert cpu.reason() is None
-    with off():
-        assert cpu.reason() == "they are switched off"
 
 
 @NEEDS_COMPILER

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from additions import ADDITIONS
 from expert_threshold.optim import Muon
 from expert_threshold.optim import muon as muon_module
-from expert_threshold.optim.orthogonal import POLAR_EXPRESS
+from expert_threshold.optim.muon import POLAR_EXPRESS
 
 SHAPES = {"tall": (16, 6), "wide": (6, 16), "square": (8, 8), "experts": (3, 12, 5), "column": (7, 1), "row": (1, 7)}
 SLOPES = (8.1566, 4.0429, 3.8917, 3.2858, 2.3465)

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..data import Loader
-from ..model import Output, Rule
+from ..model import Rule
 from .rendezvous import MIN_HEARTBEAT_TIMEOUT, Rendezvous, from_main, is_lost_rank
 
 DP, EP = "dp", "ep"
@@ -71,11 +69,6 @@ class Parallel:
         return None if self.mesh is None or self.mesh[EP].size() == 1 else self.mesh.get_group(EP)
 
     @property
-    def is_orphaned(self) -> bool:
-        """True once the launcher of the ranks is gone."""
-        return self.rendezvous is not None and self.rendezvous.is_orphaned
-
-    @property
     def splits_model(self) -> bool:
         """True where no rank holds the whole model."""
         return self.shard or self.ep is not None
@@ -97,20 +90,6 @@ class LocalBatch(NamedTuple):
     def pooled(self) -> int:
         """Sequences of a micro-batch that a rule sees together, over all its ranks or on this rank alone."""
         return self.batch_size * self.ranks if self.joint_mean else self.batch_size
-
-    def losses(self, output: Output, targets: Tensor, loader: Loader) -> tuple[Tensor, Tensor]:
-        """Return the loss and the cross-entropy, (), whose means over `ranks` are those of the shared micro-batch.
-
-        targets: (batch, time) of this rank, negative where ignored. loader: counts the targets of all ranks.
-        """
-        loss, cross_entropy = output.loss, output.cross_entropy
-        assert loss is not None
-        assert cross_entropy is not None
-        if self.joint_mean:
-            weight = int((targets >= 0).sum()) * self.ranks / max(loader.targets, 1)
-            if weight != 1:
-                loss, cross_entropy = loss + (weight - 1) * cross_entropy, weight * cross_entropy
-        return loss, cross_entropy
 
 
 def competes_on_rank(rule: Rule | None) -> bool:

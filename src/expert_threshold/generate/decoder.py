@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import cpu, switched_off
+from ..kernels import switched_off
+from ..kernels.cpu import decode
 from ..kernels.cpu.decode import decoder_add_layer, decoder_append, decoder_create, decoder_destroy
 from ..model import GPT, Cache, Output
 from ..model.attention import rotary
@@ -289,4 +290,4 @@ def _knows(router: Router) -> bool:
 
 def library() -> ctypes.CDLL | None:
     """Return the decoder's kernels; None if they are switched off or cannot be built."""
-    return None if switched_off() else cpu.decoder()
+    return None if switched_off() else decode.decoder()

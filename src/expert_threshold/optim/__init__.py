@@ -3,8 +3,7 @@
 from .adamw import AdamW
 from .config import NANOCHAT, RELEASE, TUNED, OptimConfig
 from .groups import Group, Optimizers, make_optimizers, moves_matrices, reads_weights
-from .muon import Muon, fast_dtype
-from .orthogonal import orthogonalize
+from .muon import Muon, fast_dtype, orthogonalize
 
 __all__ = [
     "NANOCHAT",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from ..option import Bounds, Count, Decay, NonNegativeInt, Share, option, require_valid
-from .orthogonal import Lines, OrthogonalizerName, Parts, Side
+from .muon import Lines, OrthogonalizerName, Parts, Side
 
 OptimizerName = Literal["muon", "adamw"]
 DtypeName = Literal["auto", "bfloat16", "float32"]

@@ -319,6 +319,25 @@ class ByCutoff(Gated):
         """The slack s that keeps loads in training within k(1−s) and k(1+s); None: no bounds."""
         raise NotImplementedError
 
+    def cut(self, pools: Pools, ks: tuple[int, int, int], state: CutoffState) -> tuple[Cut, Cut]:
+        """Return the cut of every pool in training and that of its k largest; ks: k, k_min and k_max."""
+        raise NotImplementedError
+
+    def route(
+        self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
+    ) -> Routing:
+        """Return the routing by `cut` in training, else z = 1{r > c}. scores: (batch, time, num_scores) float32."""
+        gates = self.gates_of(scores)
+        if not training:
+            return route_by_cutoff(scores, gates, cutoff(state), self.experts_per_token)
+        pools = form_pools(self.without_nulls(scores), self.pool, group)
+        ks = bounds(pools.tokens, self.experts_per_token, self.num_experts, self.slack)
+        cut, kth = self.cut(pools, ks, state)
+        return route_by_cut(scores, gates, pools, cut, k=ks[0], kth=kth, cutoff=cutoff(state))
+
+    def update(self, state: CutoffState, observation: Observation) -> CutoffState:
+        return update_cutoff(state, observation, self.decay, self.debias)
+
     def init(self) -> CutoffState:
         """Return the state before the first update, whose cutoff is 0."""
         nothing = torch.zeros(LEVELS, self.num_experts, dtype=torch.float32)

@@ -5,25 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch.distributed as dist
-from torch import Tensor
-
 from ..option import Count, Decay, NonNegativeInt, option
-from .cutoffs import (
-    ByCutoff,
-    CutoffState,
-    Pool,
-    bounds,
-    cutoff,
-    form_pools,
-    route_by_cut,
-    route_by_cutoff,
-    update_cutoff,
-)
+from .cutoffs import ByCutoff, CutoffState, Pool, Pools
 from .gates import NULL_SCORES, PlainGate
-from .observation import Observation, Routing
 from .rule import Rule
-from .selection import kth_largest
+from .selection import Cut, kth_largest
 
 
 @dataclass(frozen=True)
@@ -43,21 +29,10 @@ class ExpertChoice(ByCutoff):
     )
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
 
-    def route(
-        self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
-    ) -> Routing:
-        """Return z = 1{t ∈ Top_k(r_i)} per pool in training, else 1{r > c}. scores: (batch, time, num_scores)."""
-        c = cutoff(state)
-        gates = self.gates_of(scores)
-        if not training:
-            return route_by_cutoff(scores, gates, c, self.experts_per_token)
-        pools = form_pools(self.without_nulls(scores), self.pool, group)
-        k, _, _ = bounds(pools.tokens, self.experts_per_token, self.num_experts, slack=0)
-        (kth,) = kth_largest(pools.scores, [k], pools.group)
-        return route_by_cut(scores, gates, pools, kth, k=k, kth=kth, cutoff=c)
-
-    def update(self, state: CutoffState, observation: Observation) -> CutoffState:
-        return update_cutoff(state, observation, self.decay, self.debias)
+    def cut(self, pools: Pools, ks: tuple[int, int, int], state: CutoffState) -> tuple[Cut, Cut]:
+        """Return z = 1{t ∈ Top_k(r_i)} per pool, as cuts."""
+        (kth,) = kth_largest(pools.scores, ks[:1], pools.group)
+        return kth, kth
 
     @property
     def slack(self) -> float:

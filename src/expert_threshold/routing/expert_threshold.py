@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch.distributed as dist
-from torch import Tensor
-
 from ..option import Count, Decay, NonNegative, NonNegativeInt, option
 from .cutoffs import (
     PAPER_DECAY,
@@ -19,19 +16,15 @@ from .cutoffs import (
     ByCutoff,
     CutoffState,
     Pool,
-    bounds,
+    Pools,
     cutoff,
     follow_trend,
-    form_pools,
-    route_by_cut,
-    route_by_cutoff,
     scaled_decay,
-    update_cutoff,
 )
 from .gates import NULL_SCORES, PlainGate
-from .observation import Observation, Routing
+from .observation import Observation
 from .rule import Rule, Scope, Window
-from .selection import clamp, kth_largest
+from .selection import Cut, clamp, kth_largest
 
 Estimator = Literal["mean", "trend"]
 # Longest run in which the trend measured better than the mean, and the trend's decay (docs/results/cutoffs-cpu).
@@ -74,25 +67,17 @@ class ExpertThreshold(ByCutoff):
         if self.estimator == "trend" and not self.debias:
             raise ValueError(f"debias={self.debias} needs estimator='mean'; a trend is always unbiased")
 
-    def route(
-        self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
-    ) -> Routing:
-        """Return z = 1{r > c}, within the capacity bounds in training. scores: (batch, time, num_scores) float32."""
-        c = cutoff(state)
-        gates = self.gates_of(scores)
-        if not training:
-            return route_by_cutoff(scores, gates, c, self.experts_per_token)
-        pools = form_pools(self.without_nulls(scores), self.pool, group)
-        k, k_min, k_max = bounds(pools.tokens, self.experts_per_token, self.num_experts, self.capacity_slack)
-        kth, at_least, at_most = kth_largest(pools.scores, [k, k_min, k_max], pools.group)
+    def cut(self, pools: Pools, ks: tuple[int, int, int], state: CutoffState) -> tuple[Cut, Cut]:
+        """Return z = 1{r > c} within the capacity bounds, as cuts."""
+        kth, at_least, at_most = kth_largest(pools.scores, ks, pools.group)
         warmup = state.step < self.warmup_steps  # a tensor, so that the end of warmup changes no code path
-        cut = clamp(c, at_least=kth.where(warmup, at_least), at_most=kth.where(warmup, at_most))
-        return route_by_cut(scores, gates, pools, cut, k=k, kth=kth, cutoff=c)
+        at_least, at_most = kth.where(warmup, at_least), kth.where(warmup, at_most)
+        return clamp(cutoff(state), at_least, at_most), kth
 
     def update(self, state: CutoffState, observation: Observation) -> CutoffState:
         if self.estimator == "trend":
             return follow_trend(state, observation, self.decay)
-        return update_cutoff(state, observation, self.decay, self.debias)
+        return super().update(state, observation)
 
     @property
     def slack(self) -> float | None:

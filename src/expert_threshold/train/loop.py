@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..data import DataConfig, Tokenizer, Tokens
-from ..distributed import Rendezvous, Status, from_main, process_groups
+from ..data import DataConfig, Loader, Tokenizer, Tokens
+from ..distributed import LocalBatch, Rendezvous, Status, from_main, process_groups
 from ..install import et
-from ..model import GPTConfig
+from ..model import GPTConfig, Output
 from ..moe import all_finite
 from ..optim import OptimConfig
 from ..runs import RunFolder
@@ -68,7 +68,7 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
         if micro_batch == local.accumulation - 1:
             shards.begin_last_backward()
         output = state.forward(*(to_device(part, state.device) for part in batch))
-        loss, cross_entropy = (each / micro_batches for each in local.losses(output, batch.targets, state.loader))
+        loss, cross_entropy = (each / micro_batches for each in losses(local, output, batch.targets, state.loader))
         loss.backward()
         new = Sums(loss.detach(), cross_entropy.detach(), output.observations)
         sums = new if sums is None else sums + new
@@ -89,6 +89,21 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     not_finite = "" if is_finite else describe_nonfinite(model, sums)
     state.count_step(not_finite, tokens, time.perf_counter() - start)
     return is_finite
+
+
+def losses(local: LocalBatch, output: Output, targets: Tensor, loader: Loader) -> tuple[Tensor, Tensor]:
+    """Return the loss and the cross-entropy, (), whose means over `local.ranks` are those of the shared micro-batch.
+
+    targets: (batch, time) of this rank, negative where ignored. loader: counts the targets of all ranks.
+    """
+    loss, cross_entropy = output.loss, output.cross_entropy
+    assert loss is not None
+    assert cross_entropy is not None
+    if local.joint_mean:
+        weight = int((targets >= 0).sum()) * local.ranks / max(loader.targets, 1)
+        if weight != 1:
+            loss, cross_entropy = loss + (weight - 1) * cross_entropy, weight * cross_entropy
+    return loss, cross_entropy
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -152,6 +167,11 @@ def train(
             folder, model, data, optim, config, resume, init_from, continue_warmup, minutes, display, parallel, text
         )
         state = prepared.state
+
+        def orphaned() -> bool:
+            """Return True once the launcher of the ranks is gone."""
+            return rendezvous is not None and rendezvous.is_orphaned
+
         with (
             run_log(folder, prepared, display, config.track) as log,
             closing(Saver(folder, parallel, config.keep_checkpoints)) as saver,
@@ -167,7 +187,7 @@ def train(
 
             while state.step < state.steps and not interrupt.stops(state):
                 with timer.measure():
-                    train_step(state, lambda: saver.status(stop=interrupt.requested or parallel.is_orphaned))
+                    train_step(state, lambda: saver.status(stop=interrupt.requested or orphaned()))
                 if not interrupt.stops(state):
                     timer.revise_steps(log)
                 saver.commit_if_written(state.status)

@@ -6,6 +6,8 @@ arguments, attention's output and one number per query, and the pre-activations 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from .. import operator, refuse_second_derivative
-from . import TILE, available
+from .. import operator, refuse_second_derivative, switched_off
+from .build import BLOCKS, BLOCKS_FLAGS, LIBRARIES, load, why_not
+from .build import PARTS as SOURCES
 
+TILE = 32  # matrix sizes must be multiples of it, since CPUs multiply in tiles
 FEWEST_ROWS = 64  # with fewer, the call and the packing cost more than they save
 MOST_WEIGHTS = 1 << 23  # in a matrix of experts; each thread has room for two
 MOST_SOFTCAP = 60.0  # exponentials up to e^60 = 10^26 leave room for sums over any vocabulary
@@ -24,6 +28,57 @@ EXACT, NONE = -1, 0  # rows of pre-activations to allocate: as many as needed, o
 GROUP = 256  # tokens, as in cross_entropy.cpp
 NUMBERS_PER_CHUNK = 1 << 25  # bound on tokens × vocabulary of the gradient factors held at a time, in bfloat16
 PARTS = (None, "rows", "columns", "matrix")  # numbered as in muon.cpp
+
+
+# Whether they can run.
+
+
+@operator()
+def block_products() -> bool:
+    """Return True if this PyTorch multiplies blocks of bfloat16 on this processor."""
+    raise NotImplementedError
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the kernels, whether or not they are `off`; None if they cannot run, see `reason`.
+
+    The first call takes five seconds.
+    """
+    kernels = _built() if _multiplies_bfloat16() else None
+    return kernels if kernels is not None and block_products() else None
+
+
+@functools.cache
+def _built() -> ctypes.CDLL | None:
+    """Return the built kernels, even if this PyTorch lacks the block products they need; None if the build failed."""
+    return load(BLOCKS, SOURCES, BLOCKS_FLAGS, LIBRARIES)
+
+
+def available() -> bool:
+    """Return True if the library can run and is not switched off."""
+    return switched_off() is None and library() is not None
+
+
+# As torch.compiler.assume_constant_result does, but without importing the whole compiler.
+available._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def reason() -> str | None:
+    """Return why kernels are not `available`, with a remedy if there is one; None if they are."""
+    if available():
+        return None
+    if (why := switched_off()) is not None:
+        return why
+    if not _multiplies_bfloat16():
+        return "this processor does not multiply bfloat16 (AVX-512 BF16 or AMX)"
+    if (why := why_not(BLOCKS)) is not None:
+        return why
+    return "this PyTorch has no bfloat16 block products on this processor; check ONEDNN_MAX_CPU_ISA, if it is set"
+
+
+def _multiplies_bfloat16() -> bool:
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
 
 
 class Override(NamedTuple):
@@ -274,7 +329,7 @@ def muon_step(
     cautious: bool,
     rate: float,
 ) -> None:
-    """Update stacks (matrices, rows, columns) float32 of one shape, in the order of `optim.orthogonal`'s functions.
+    """Update stacks (matrices, rows, columns) float32 of one shape, in the order of `optim.muon`'s functions.
 
     second_moments: of NorMuon; none without it. equilibrate, renormalize: places in PARTS. polynomials: a, b and c of
     each iteration, which starts from a matrix divided by safety · norm; eps: the smallest norm to divide by.

@@ -17,7 +17,14 @@ import torch
 
 from .. import VARIABLE, forbidden
 
+FOLDER, TORCH = Path(__file__).parent, Path(torch.__file__).parent
+DECODER, BLOCKS, OPERATORS = FOLDER / "decode.cpp", FOLDER / "blocks.cpp", FOLDER / "operators.h"
+PARTS = sorted({*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")} - {DECODER, BLOCKS})  # included by BLOCKS
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp"]
+HEADERS = ["-isystem", str(TORCH / "include")]
+BLOCKS_FLAGS = [*FLAGS, *HEADERS, "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
+DECODER_FLAGS = [*FLAGS, *HEADERS, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+LIBRARIES = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
 # Warnings are errors in tests only: a compiler with a new warning must not cost users the kernels. GCC 12 reports
 # uninitialized reads in its own AVX-512 headers.
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]

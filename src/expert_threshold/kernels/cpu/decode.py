@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+
 from torch import Tensor
 
 from .. import operator
+from .build import DECODER, DECODER_FLAGS, LIBRARIES, OPERATORS, load
+
+
+@functools.cache
+def decoder() -> ctypes.CDLL | None:
+    """Return the decoder's kernels, a separate library since any CPU can run them; None if they cannot be built."""
+    return load(DECODER, [OPERATORS], DECODER_FLAGS, LIBRARIES)
 
 
 @operator()
