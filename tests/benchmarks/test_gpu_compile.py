@@ -27,7 +27,7 @@ except NotRunError as reason:
 
 @pytest.mark.parametrize("capability", [pytest.param(c, marks=[pytest.mark.soak] * (c != 90)) for c in PROCESSORS])
 def test_the_kernels_compile_with_matrix_instructions_and_fit_the_gpu(capability: int, tmp_path: Path) -> None:
-    """In a process of its own, since in tests triton interprets."""
+    """In a separate process, since triton interprets in tests."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM, str(capability)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -94,7 +94,7 @@ def test_in_strict_mode_logits_have_the_same_bits_alone_and_among_8_others(
 
 @pytest.mark.usefixtures("by_operations")
 def test_with_pools_instead_of_cutoffs_the_same_test_fails(tokenizer: Tokenizer) -> None:
-    """Expert choice as it trains: experts take the best tokens of a pool, here those of the last 8 that came."""
+    """Expert choice as it trains: experts take the best tokens of a pool, here the last 8 to arrive."""
     rule = ExpertChoice(4, 1, pool="batch")
     model = small_model(rule)
     assert same_bits(model, tokenizer)
@@ -194,7 +194,7 @@ def test_an_echoed_prompt_has_the_model_s_logprobs_and_its_own_text(
         ([97, 0xC3, BOS], [98], True, ("a�", "b")),
     ],
 )
-def test_a_character_that_an_echoed_prompt_begins_is_completed_by_what_follows(
+def test_a_character_split_between_an_echoed_prompt_and_its_continuation_is_whole(
     prompt: list[int],
     follows: list[int],
     echo: bool,

@@ -173,7 +173,7 @@ def test_a_row_holds_no_more_than_its_capacity() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("adapted", ["a hook", "a hook of a router", "a subclass", "a parametrization"])
 def test_adapters_and_hooks_act_while_decoding(adapted: str) -> None:
-    """Decoders copied weights alone: texts were silently those of the model without adapters."""
+    """Decoders copied weights alone, so adapters were silently ignored."""
     model = small_model(RULES["expert_threshold"])
     before, value = full(model, tokens_of(20)).logits, model.blocks[1].attention.value
     match adapted:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from cases import PIECES, RULES, small_model
 from expert_threshold.generate.decoder import Decoded, Decoder, library
 from expert_threshold.generate.engine import Sampler, sample
-from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.cpu import build
 from expert_threshold.kernels.cpu.decode import decoder_create, decoder_destroy
 from expert_threshold.model import GPT
@@ -24,7 +23,7 @@ from rounding import assert_rounded
 
 from .test_decoder import ODD, SWIGLU
 
-needs_kernel = pytest.mark.skipif(library() is None, reason=str(build.why_not(cpu.DECODER)))
+needs_kernel = pytest.mark.skipif(library() is None, reason=str(build.why_not(build.DECODER)))
 OPTIONS: dict[str, dict[str, Any]] = {
     "swiglu": SWIGLU,
     "two shared": {"shared_experts": 2, "gate_norm": "fanout"},
@@ -41,7 +40,7 @@ ROWS = 7
 
 
 def filled(model: GPT, rows: range = range(ROWS)) -> Decoder:
-    """A decoder with a prompt of its own in each of the rows."""
+    """A decoder with another prompt in each row."""
     decoder = Decoder(model, ROWS, 40)
     for row in rows:
         decoder.open(row)
@@ -66,14 +65,6 @@ def bits(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.mark.parametrize("rule", [*RULES.values(), *SOFTMAX], ids=[*RULES, *(rule.label for rule in SOFTMAX)])
 def test_it_decodes_every_rule_whose_gates_are_of_scores_alone(rule: Any) -> None:
     assert Decoder(small_model(rule), 1, 8).kernel is not None
-
-
-def test_switched_off_no_kernel_decodes() -> None:
-    """The switch reached training's kernels alone."""
-    model = small_model(RULES["expert_threshold"])
-    with off():
-        assert library() is None
-        assert Decoder(model, 1, 8).kernel is None
 
 
 @pytest.mark.usefixtures("by")
@@ -188,14 +179,6 @@ def test_no_token_is_drawn_from_nan(top_k: int | None) -> None:
     logits = torch.tensor([0.0, torch.nan, 1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match="logits contain NaN"):
         Sampler(1.0, top_k, torch.Generator())(logits)
-
-
-def test_without_a_compiler_there_is_no_kernel_and_nothing_is_said(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert cpu.decoder.__wrapped__() is None
-    assert capfd.readouterr().err == ""
 
 
 def test_other_dtypes_are_decoded_by_operations() -> None:

@@ -42,7 +42,7 @@ KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Ente
 
 
 class Page:
-    """One tab. events: all that the browser told and no one asked for, such as requests and messages on the console."""
+    """One tab. events: unsolicited messages from the browser, such as requests and console output."""
 
     def __init__(self, orders: int, news: int) -> None:
         self._orders, self._news = orders, news

@@ -48,7 +48,7 @@ def edit(path: Path) -> Iterator[Any]:
 
 
 def put(record: Any, path: str | Sequence[str | int], value: Any) -> None:
-    """Set what stands at a path such as `layers.1.usage`, or remove it where the value is `...`."""
+    """Set the value at a path such as `layers.1.usage`, or remove it where the value is `...`."""
     *parents, last = path.split(".") if isinstance(path, str) else path
     for part in parents:
         record = record[part]

@@ -1,4 +1,4 @@
-"""Python processes that begin with the package imported: forks of a server that has imported it once.
+"""Python processes that start with the package imported: forks of a server that has imported it once.
 
 Imports take an interpreter seconds, which would be most of the time of a test with several processes. A test of
 imports, or of variables that imports read, starts an interpreter of its own.

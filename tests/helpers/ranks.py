@@ -43,6 +43,11 @@ def join() -> tuple[int, int, dist.ProcessGroup]:
     return rank, ranks, dist.group.WORLD
 
 
+def mine(values: torch.Tensor, shares: tuple[int, ...], rank: int) -> torch.Tensor:
+    """Return this rank's share of values that all ranks know."""
+    return values.split(shares)[rank]
+
+
 def leave() -> NoReturn:
     """The end of such a script in the place of the interpreter's, where a thread of torch's may abort it.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from expert_threshold.kernels.activation import ActivationName
-from expert_threshold.moe import Experts
+from expert_threshold.moe import Experts, FeedForward
 
 D_MODEL, D_EXPERT, EXPERTS = 8, 12, 4
 RoutedSum = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
@@ -48,6 +48,29 @@ def fanout(tokens: int, num_experts: int, per_token: int) -> Tensor:
     """Each token takes `per_token` experts, rotating."""
     place = (torch.arange(num_experts) - torch.arange(tokens)[:, None]) % num_experts
     return place < per_token
+
+
+def by_loops(given: Case) -> Tensor:
+    """y_t = Σ_i z[t,i] · g[t,i] · expert_i(x_t), one token and one expert at a time."""
+    rows = []
+    for x, gates, assignment in zip(given.x, given.gates, given.assignment, strict=True):
+        y = torch.zeros_like(x)
+        for i in assignment.nonzero()[:, 0].tolist():
+            h = given.experts.up[i].to(x.dtype) @ x
+            if given.experts.gate is None:
+                a = torch.maximum(h, torch.zeros(())) ** 2
+            else:
+                g = given.experts.gate[i].to(x.dtype) @ x
+                a = g / (1 + torch.exp(-g)) * h
+            y = y + gates[i] * (given.experts.down[i].to(x.dtype) @ a)
+        rows.append(y)
+    return torch.stack(rows)
+
+
+def feed_forward_by_hand(layer: FeedForward, x: Tensor) -> Tensor:
+    h = x @ layer.up.weight.T
+    a = h.relu() ** 2 if layer.gate is None else torch.nn.functional.silu(x @ layer.gate.weight.T) * h
+    return a @ layer.down.weight.T
 
 
 def outputs_and_gradients(backend: RoutedSum, given: Case) -> dict[str, Tensor]:

@@ -97,36 +97,16 @@ def test_export_writes_over_nothing_and_leaves_nothing_half_done(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
 
 
-def damage_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "llama"}')
+def write(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
 
 
-def damage_weights(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"no weights")
+def delete(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
 
 
-def lose_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def lose_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-
-
-def lead_out(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../run/config.json"}}))
-
-
-def index_nothing(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
-
-
-def index_a_number(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}')
-
-
-def cut_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text("{")
+def index(content: str) -> Callable[[Path], object]:
+    return write("model.safetensors.index.json", content)
 
 
 def complex_head(folder: Path) -> None:
@@ -158,21 +138,20 @@ def pad_vocabulary(folder: Path, rows: int = 50) -> None:
     config_with(vocab_size=270 + rows)(folder)
 
 
-def cut_vocabulary(folder: Path) -> None:
-    config_with(vocab_size=260)(folder)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_config, "no config.json with model_type expert_threshold"),
-        (damage_weights, r"model\.safetensors: damaged"),
-        (lose_weights, r"model\.safetensors: the file is missing"),
-        (lose_tokenizer, r"tokenizer\.json: the file is missing"),
-        (lead_out, r"lists '\.\./run/config\.json', which is not a file of this folder"),
-        (index_nothing, r"model\.safetensors\.index\.json: damaged"),
-        (index_a_number, r"3: the file is missing"),
-        (cut_index, r"model\.safetensors\.index\.json: damaged \(no 'weight_map'\)"),
+        (write("config.json", '{"model_type": "llama"}'), "no config.json with model_type expert_threshold"),
+        (write("model.safetensors", "no weights"), r"model\.safetensors: damaged"),
+        (delete("model.safetensors"), r"model\.safetensors: the file is missing"),
+        (delete("tokenizer.json"), r"tokenizer\.json: the file is missing"),
+        (
+            index('{"weight_map": {"a": "../run/config.json"}}'),
+            r"lists .\.\./run/config\.json., which is not a file of",
+        ),
+        (index('{"weight_map": []}'), r"model\.safetensors\.index\.json: damaged"),
+        (index('{"weight_map": {"a": 3}}'), r"3: the file is missing"),
+        (index("{"), r"model\.safetensors\.index\.json: damaged \(no 'weight_map'\)"),
         (config_with(run=[1]), r"config\.json: damaged"),
         (config_with(run={"step": "ten"}), r"config\.json: damaged \(its run's step is 'ten'\)"),
         (config_with(run={"step": -1}), r"config\.json: damaged \(its run's step is -1\)"),
@@ -184,17 +163,16 @@ def cut_vocabulary(folder: Path) -> None:
             add_token,
             r"tokens added '<\|user\|>' cannot be imported; save it again after resize_token_embeddings\(270\)",
         ),
-        (cut_vocabulary, r"the model has a vocabulary of 260 and its run has 270"),
+        (config_with(vocab_size=260), r"the model has a vocabulary of 260 and its run has 270"),
         (config_with(quantization_config={"quant_method": "bitsandbytes"}), r"quantised \(bitsandbytes\)"),
         (config_with(architectures=["ExpertThresholdModel"]), r"no language-model head"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused_before_anything_is_written(
-    tmp_path: Path, damage: object, message: str
+    tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     write_run(tmp_path / "run", small_model())
     folder = export_run(tmp_path / "run", tmp_path / "folder")
-    assert callable(damage)
     damage(folder)
     with pytest.raises(ValueError, match=message) as caught:
         import_folder(folder, tmp_path / "out")

@@ -129,7 +129,7 @@ def test_a_long_prompt_is_cropped_from_the_left_and_generation_gets_half_of_the_
     assert "max_gen_toks=1000 is cut to half of the context of 64" in caplog.text
 
 
-def test_sampling_draws_anew_for_every_request_and_the_same_again(lm: HarnessModel) -> None:
+def test_sampling_differs_between_requests_and_repeats_between_calls(lm: HarnessModel) -> None:
     twice = until(["the cat"] * 2, do_sample=True, temperature=1.0, top_k=20)
     one, other = lm.generate_until(twice)
     assert one != other
@@ -159,36 +159,29 @@ def test_a_run_is_a_model_by_its_name(model: GPT, tokenizer: Tokenizer, tmp_path
 
 # Local tasks.
 
-CHOICE = """\
-task: colours
+TASK = """\
+task: {name}
 dataset_path: json
 dataset_kwargs:
   data_files: {{test: "{data}"}}
   cache_dir: "{cache}"
 test_split: test
+doc_to_text: "{{{{question}}}}"
+"""
+TASKS = {
+    "colours": """\
 output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{gold}}}}"
-metric_list:
-  - metric: acc
-"""
-WRITING = """\
-task: writing
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: "{data}"}}
-  cache_dir: "{cache}"
-test_split: test
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{gold}}"
+metric_list: [{metric: acc}]
+""",
+    "writing": """\
 output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs:
-  until: ["never"]
-  max_gen_toks: 5
-metric_list:
-  - metric: exact_match
-"""
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["never"], max_gen_toks: 5}
+metric_list: [{metric: exact_match}]
+""",
+}
 
 
 @pytest.fixture
@@ -203,8 +196,8 @@ def tasks(tmp_path: Path, model: GPT, tokenizer: Tokenizer) -> Path:
         rows.append({"question": question, "choices": ["sat on", "the mat"], "gold": i % 2, "answer": answer})
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, text in (("colours", CHOICE), ("writing", WRITING)):
-        (folder / f"{name}.yaml").write_text(text.format(data=data, cache=tmp_path / "cache"))
+    for name, text in TASKS.items():
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=data, cache=tmp_path / "cache") + text)
     return folder
 
 

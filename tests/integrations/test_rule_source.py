@@ -17,7 +17,7 @@ class Mine(TopP):
 
 
 def rule_of(imports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str = "mine") -> Any:
-    """The rule of a package's module that begins with `imports`."""
+    """The rule of a package's module whose first lines are `imports`."""
     for name, text in {"__init__": "", "beside": "X = 1\n"}.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / f"{module}.py").write_text(f"{imports}\nfrom expert_threshold.routing import TopP\n{BODY}")

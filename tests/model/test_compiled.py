@@ -65,25 +65,22 @@ def compiled(model: GPT) -> tuple[Any, CompileCounterWithBackend]:
     return torch.compile(model, fullgraph=True, dynamic=False, backend=counter), counter
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [pytest.param(rule, id=name, marks=[] if name in FEW else [pytest.mark.soak]) for name, rule in RULES.items()],
-)
-def test_for_every_rule_the_whole_model_is_one_graph_whatever_the_loads(rule: Rule | None) -> None:
-    require_one_graph_and_the_same_numbers(rule, {})
+TRUNK = TRUNKS["nanochat"] | {"key_offset": "all", "windows": "SL", "short_window": 5}
+CASES = [
+    *(pytest.param(rule, {}, id=name, marks=[pytest.mark.soak] * (name not in FEW)) for name, rule in RULES.items()),
+    *(
+        pytest.param(RULES["expert_threshold"], options, id=name)
+        for name, options in (
+            ("other options, grouped", OTHER_OPTIONS | {"dispatch": "grouped"}),
+            ("other options, static", OTHER_OPTIONS | {"dispatch": "static"}),
+            ("trunk", TRUNK),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("dispatch", ["grouped", "static"])
-def test_with_other_options_it_is_one_graph_too(dispatch: str) -> None:
-    require_one_graph_and_the_same_numbers(RULES["expert_threshold"], OTHER_OPTIONS | {"dispatch": dispatch})
-
-
-def test_nanochats_trunk_is_one_graph_too() -> None:
-    options = TRUNKS["nanochat"] | {"key_offset": "all", "windows": "SL", "short_window": 5}
-    require_one_graph_and_the_same_numbers(RULES["expert_threshold"], options)
-
-
-def require_one_graph_and_the_same_numbers(rule: Rule | None, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("rule", "options"), CASES)
+def test_the_whole_model_is_one_graph_whatever_the_loads(rule: Rule | None, options: dict[str, Any]) -> None:
     model, again = tiny(rule, **options), tiny(rule, **options)
     forward, counter = compiled(model)
     found = losses_and_gradients(model, forward)

@@ -1,4 +1,4 @@
-"""Scores in batches are those of one plain forward for each sequence."""
+"""Batched scores equal one plain forward per sequence."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def groups(model: GPT) -> list[list[Continuation]]:
 
 @pytest.fixture(scope="module")
 def plain(model: GPT, groups: list[list[Continuation]]) -> list[tuple[float, int, int]]:
-    """The nats, the tokens and the misses of every continuation, by a forward of its own."""
+    """The nats, the tokens and the misses of every continuation, from one forward each."""
     found = []
     for tokens, start in itertools.chain(*groups):
         with torch.no_grad():
@@ -76,7 +76,7 @@ def test_scores_are_those_of_plain_forwards(
     assert max(missed for *_, missed in plain) > 0
 
 
-def test_what_a_group_begins_with_is_computed_once(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_common_prefix_of_a_group_is_computed_once(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     group = [Continuation([*range(30), i, i], 30) for i in range(4)]
     forward, sizes = model.forward, []
 

@@ -108,7 +108,7 @@ def test_a_recording_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_state_may_be_infinite(tmp_path: Path) -> None:
-    """A running maximum begins at −∞, which strict JSON does not have."""
+    """A running maximum starts at −∞, which strict JSON lacks."""
     model = model_of(ExpertThreshold(12, 1, warmup_steps=0))
     for _, moe in model.moe_layers():
         moe.router.state[0].fill_(-torch.inf)

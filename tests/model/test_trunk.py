@@ -10,35 +10,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cases import PIECES
+from cases import PIECES, small_config, small_model
 from expert_threshold.model import GPT, TRUNKS, GPTConfig, flops_per_token, parameter_counts
 from expert_threshold.model.attention import Attention, attend, norm, rotary, rotary_norm
 from expert_threshold.routing import ExpertThreshold, Rule
 
 VOCAB, CONTEXT = 61, 16
+SIZES = {"vocab_size": VOCAB, "context": CONTEXT, "layers": 4, "heads": 4, "d_expert": 24, "d_feed_forward": 48}
 ALL = PIECES["all of them"]
 pieces = pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
 
 
 def small(rule: Rule | None = None, **changes: Any) -> GPTConfig:
-    options = {"layers": 4, "d_model": 32, "heads": 4, "kv_heads": 2, "d_expert": 24, "d_feed_forward": 48}
-    return GPTConfig(**(options | {"vocab_size": VOCAB, "context": CONTEXT, "rule": rule} | changes))
+    return small_config(rule, **(SIZES | changes))
+
+
+def lively(**changes: Any) -> Any:
+    """A model in training, no weight of it zero."""
+    model = small_model(None, **(SIZES | changes)).train()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.normal_(0, 0.5)
+    return model
 
 
 def tokens_of(batch: int, time: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, (batch, time), generator=torch.Generator().manual_seed(seed))
-
-
-def lively(config: GPTConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """A model none of whose weights is zero, and whose rule has moved."""
-    torch.manual_seed(1)
-    model = GPT(config, dtype)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(0, 0.5 if weight.ndim == 1 else weight.shape[-1] ** -0.5)
-        for seed in range(3):
-            model.update_rules(model(tokens_of(4, CONTEXT, seed)).observations)
-    return model
 
 
 def difference(a: Tensor, b: Tensor) -> float:
@@ -57,7 +55,7 @@ def test_a_trunk_names_the_same_options_and_the_papers_is_the_default() -> None:
 def test_every_piece_changes_the_logits_and_adds_to_the_papers_weights(piece: dict[str, Any]) -> None:
     paper, model = GPT(small()), GPT(small(**piece))
     assert paper.state_dict().keys() <= model.state_dict().keys()
-    weights = lively(small(**piece)).state_dict()
+    weights = lively(**piece).state_dict()
     model.load_state_dict(weights)
     paper.load_state_dict({name: weights[name] for name in paper.state_dict()})
     tokens = tokens_of(2, CONTEXT)
@@ -71,7 +69,7 @@ def test_value_embeddings_are_in_every_other_layer_the_last_included_or_in_all(w
 
 
 def test_a_value_embedding_adds_its_tokens_row_to_the_values_times_a_gate_below_three() -> None:
-    model = lively(small(layers=1, value_embeddings="all"))
+    model = lively(layers=1, value_embeddings="all")
     attention = model.blocks[0].attention
     x, tokens, table = torch.randn(2, 5, 32, requires_grad=True), tokens_of(2, 5), model.rotary(torch.arange(5.0))
     gates = 3 * torch.sigmoid(F.linear(x[..., :12], attention.value_gate.weight))
@@ -92,7 +90,7 @@ def test_a_value_embedding_adds_its_tokens_row_to_the_values_times_a_gate_below_
 
 
 def test_smear_adds_the_previous_tokens_embedding_and_none_to_the_first() -> None:
-    model = lively(small(smear=True))
+    model = lively(smear=True)
     x = torch.randn(2, 5, 32)
     gates = model.smear_scalar * torch.sigmoid(F.linear(x[..., :24], model.smear_gate.weight))
     y = model._smeared(x, None)
@@ -122,7 +120,7 @@ def test_half_of_each_key_is_the_previous_tokens_and_zero_for_the_first(window: 
 
 
 def test_backout_subtracts_the_middle_layers_output_before_the_last_norm() -> None:
-    model, seen = lively(small(backout=True)), {}
+    model, seen = lively(backout=True), {}
     for name in ("blocks.2", "blocks.3", "head"):
         model.get_submodule(name).register_forward_hook(lambda _, x, y, name=name: seen.update({name: (x[0], y[0])}))
     model(tokens_of(2, CONTEXT))
@@ -131,7 +129,7 @@ def test_backout_subtracts_the_middle_layers_output_before_the_last_norm() -> No
 
 
 def test_scalars_of_one_and_zero_are_the_papers_trunk() -> None:
-    model = lively(small(residual_scalars=True, skip_scalars=True, smear=True, backout=True))
+    model = lively(residual_scalars=True, skip_scalars=True, smear=True, backout=True)
     with torch.no_grad():
         model.residual_scalars.fill_(1)
         for scalars in (model.skip_scalars, model.smear_scalar, model.backout_scalar):
@@ -186,25 +184,9 @@ def test_a_token_attends_to_itself_and_its_window_before_it(dtype: torch.dtype, 
 # Training.
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    model = lively(small(**ALL))
-    tokens, targets = tokens_of(3, CONTEXT), tokens_of(3, CONTEXT, 1)
-    model(tokens, targets).loss.backward()
-    for name in ("residual_scalars", "skip_scalars", "smear_scalar", "backout_scalar", "smear_gate.weight"):
-        weight = model.get_parameter(name)
-        losses = []
-        for step in (1e-2, -1e-2):
-            with torch.no_grad():
-                before = weight.clone()
-                weight.add_(step * weight.grad / weight.grad.norm())
-                losses.append(model(tokens, targets).loss.item())
-                weight.copy_(before)
-        assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(float(weight.grad.norm()), rel=0.02, abs=2e-5), name
-
-
 @pieces
 def test_bfloat16_is_float32_rounded(piece: dict[str, Any]) -> None:
-    wide, narrow = lively(small(**piece)), GPT(small(**piece), torch.bfloat16)
+    wide, narrow = lively(**piece), GPT(small(**piece), torch.bfloat16)
     narrow.load_state_dict(wide.state_dict())
     tokens = tokens_of(3, CONTEXT)
     a, b = wide(tokens).logits, narrow(tokens).logits
@@ -243,7 +225,7 @@ def test_the_flops_of_a_window_are_those_of_the_keys_in_it(window: int) -> None:
 
 
 def test_a_copied_cache_continues_and_a_restarted_row_has_no_past() -> None:
-    model, tokens = lively(small(**ALL)).eval(), tokens_of(2, CONTEXT)
+    model, tokens = lively(**ALL).eval(), tokens_of(2, CONTEXT)
     cache = model.new_cache(2, CONTEXT)
     with torch.no_grad():
         whole = model(tokens).logits

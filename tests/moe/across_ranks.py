@@ -22,7 +22,8 @@ from expert_threshold.moe import Experts, MoE, Rule
 from expert_threshold.moe.sharding import expert_parameters, shard_experts
 from expert_threshold.optim import OptimConfig, make_optimizers
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
-from ranks import Collectives, join, leave
+from ranks import Collectives, join, leave, mine
+from routed_sum import assert_same
 
 EXPERTS, D_MODEL, D_EXPERT = 8, 6, 10
 SHARES = {2: [(6, 6), (7, 2), (0, 9), (0, 0)], 4: [(4, 4, 4, 4), (5, 1, 0, 8), (0, 0, 0, 3)]}
@@ -32,10 +33,6 @@ BY_COUNT, PADDED = ["alltoall_base_"] * 3, ["alltoall_base_"] * 2
 def new_layer(rule: Rule | None = None, **options: Any) -> MoE:
     torch.manual_seed(1)
     return MoE(D_MODEL, D_EXPERT, rule or TokenChoice(EXPERTS, 2), **options)
-
-
-def mine(values: Tensor, shares: tuple[int, ...], rank: int) -> Tensor:
-    return values.split(shares)[rank]
 
 
 def assignments(tokens: int, every: int = 1) -> dict[str, Tensor]:
@@ -56,7 +53,7 @@ def gradients(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def gathered(found: dict[str, Tensor], layer: nn.Module) -> dict[str, Tensor]:
-    """Tensors by parameter, those of split experts whole."""
+    """Tensors by parameter; split experts are joined."""
     groups = expert_parameters(layer)
     return {name: whole(tensor, groups[name]) if name in groups else tensor for name, tensor in found.items()}
 
@@ -86,7 +83,7 @@ def forward(layer: MoE, x: Tensor, assignment: Tensor | None) -> Tensor:
 def check_layer(
     whole: MoE, split: MoE, shares: tuple[int, ...], assignment: Tensor | None, rank: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Outputs and all gradients are those of one process; returns this rank's output."""
+    """Outputs and all gradients equal one process's; returns this rank's output."""
     generator = torch.Generator().manual_seed(sum(shares))
     x, upstream = torch.randn(2, sum(shares), D_MODEL, generator=generator)
     all_x = x.clone().requires_grad_()
@@ -101,14 +98,8 @@ def check_layer(
     assert my_x.grad is not None
     torch.testing.assert_close(y, mine(expected, shares, rank), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(my_x.grad, mine(all_x.grad, shares, rank), atol=1e-6, rtol=1e-5)
-    assert_same(as_one_process(gradients(split), split, group), gradients(whole))
+    assert_same(as_one_process(gradients(split), split, group), gradients(whole), atol=1e-6)
     return y.detach()
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=atol, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def check_any_assignment(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
@@ -334,7 +325,7 @@ def check_fully_sharded(rank: int, ranks: int, **options: Any) -> None:
         assert loss is not None
         loss.backward()
     found = {name: p.grad.full_tensor() for name, p in split.named_parameters()}
-    assert_same(gathered(found, split), gradients(whole))
+    assert_same(gathered(found, split), gradients(whole), atol=1e-6)
 
 
 def main() -> None:

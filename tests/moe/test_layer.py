@@ -19,6 +19,7 @@ from expert_threshold.moe import FeedForward, MoE
 from expert_threshold.moe.router import _Scores, exact_parts
 from expert_threshold.routing import RULES as NAMED
 from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
+from routed_sum import Case, by_loops, feed_forward_by_hand
 
 RULES = {name: rule for name, rule in TRAINED.items() if rule} | {
     "unbounded": ExpertThreshold(4, 2, decay=0.5, warmup_steps=0, capacity_slack=None),
@@ -49,33 +50,12 @@ def assert_same_state(found: MoE, expected: dict[str, Tensor]) -> None:
 
 def by_hand(moe: MoE, x: Tensor) -> Tensor:
     """y_t = shared(x_t) + Σ_i z[t,i] · σ(r[t,i]) · expert_i(x_t) (/ max(fanout, 1)), z as the router says."""
-
-    def relu2(up: Tensor, down: Tensor, x: Tensor) -> Tensor:
-        return down @ ((up @ x).clamp(min=0) ** 2)
-
-    def swiglu(gate: Tensor, up: Tensor, down: Tensor, x: Tensor) -> Tensor:
-        g = gate @ x
-        return down @ (g / (1 + (-g).exp()) * (up @ x))
-
-    assignment = moe.router(x).assignment
-    experts, y = moe.experts, torch.zeros_like(x)
-    for place in [(b, t) for b in range(x.shape[0]) for t in range(x.shape[1])]:
-        token, chosen = x[place], assignment[place].nonzero()[:, 0].tolist()
-        for i in chosen:
-            gate = 1 / (1 + (-(moe.router.weight[i] @ token)).exp())
-            if moe.gate_norm == "fanout":
-                gate = gate / max(len(chosen), 1)
-            if experts.gate is None:
-                y[place] += gate * relu2(experts.up[i], experts.down[i], token)
-            else:
-                y[place] += gate * swiglu(experts.gate[i], experts.up[i], experts.down[i], token)
-        if moe.shared is not None:
-            up, down = moe.shared.up.weight, moe.shared.down.weight
-            if moe.shared.gate is None:
-                y[place] += relu2(up, down, token)
-            else:
-                y[place] += swiglu(moe.shared.gate.weight, up, down, token)
-    return y
+    flat, assignment = x.flatten(0, 1), moe.router(x).assignment.flatten(0, 1)
+    gates = (flat @ moe.router.weight.T).sigmoid()
+    if moe.gate_norm == "fanout":
+        gates = gates / assignment.sum(-1, keepdim=True).clamp(min=1)
+    y = by_loops(Case(flat, gates, assignment, moe.experts, flat))
+    return (y if moe.shared is None else y + feed_forward_by_hand(moe.shared, flat)).view_as(x)
 
 
 @rules

@@ -20,13 +20,13 @@ from expert_threshold.moe.backends import reference
 from routed_sum import (
     ASSIGNMENTS,
     EXPERTS,
+    REQUIREMENTS,
     Case,
     RoutedSum,
     assert_same,
     case,
     fanout,
     outputs_and_gradients,
-    requirements,
 )
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[triton]'")
@@ -108,33 +108,18 @@ def test_narrow_activations_differ_from_float32_by_their_rounding_alone(
         assert (found[key].float() - value).norm() <= tolerance * value.norm(), key
 
 
+UNREAD = REQUIREMENTS["nan_in_what_no_expert_reads_reaches_nothing"]
+
+
 @needs_a_device
-@pytest.mark.parametrize(("usage", "activation"), [(0.0, "relu2"), (0.4, "relu2"), (0.4, "swiglu")])
-def test_nan_in_padding_and_in_what_no_expert_reads_reaches_nothing(
-    usage: float, activation: ActivationName, request: pytest.FixtureRequest
+@pytest.mark.usefixtures("fresh_memory_is_nan")  # so is padding
+@pytest.mark.parametrize(
+    ("activation", "require"), [*(("relu2", r) for r in REQUIREMENTS.values()), ("swiglu", UNREAD)]
+)
+def test_the_kernels_meet_every_requirement(
+    activation: ActivationName, require: Callable[[RoutedSum, Case], None]
 ) -> None:
-    assignment = random(18, EXPERTS, usage)
-    assignment[[1, 4, 7]] = False
-    clean = on_device(case(assignment, activation))
-    expected = outputs_and_gradients(padded, clean)
-    idle = ~clean.assignment.any(-1, keepdim=True)
-    poisoned = clean._replace(
-        x=clean.x.masked_fill(idle, torch.nan),
-        gates=clean.gates.masked_fill(~clean.assignment, torch.nan),
-        upstream=clean.upstream.masked_fill(idle, torch.nan),
-    )
-    request.getfixturevalue("fresh_memory_is_nan")
-    found = outputs_and_gradients(padded, poisoned)
-    assert_same(found, expected, atol=0, rtol=0)
-    assert (found["y"][idle[:, 0]] == 0).all()
-    assert (found["x"][idle[:, 0]] == 0).all()
-    assert (found["gates"][~assignment] == 0).all()
-
-
-@requirements
-@needs_a_device
-def test_the_kernels_meet_every_requirement(require: Callable[[RoutedSum, Case], None]) -> None:
-    require(padded, on_device(case(fanout(8, EXPERTS, 2))))
+    require(padded, on_device(case(fanout(8, EXPERTS, 2), activation)))
 
 
 @needs_a_device

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim.optimizer import ParamsT
 
 from expert_threshold.optim import (
     NANOCHAT,
@@ -85,22 +84,8 @@ def test_embedding_and_head_get_adamw_and_every_matrix_muon() -> None:
     assert members(optimizer, "embed") == {"embed.weight"}
     assert members(optimizer, "head") == {"head.weight"}
     assert members(optimizer, "router") == {"blocks.1.moe.router.weight"}
-    assert set().union(*(members(optimizer, group) for group in optimizer.groups)) == set(SHAPES)
-
-
-def test_the_router_can_have_adamw_and_its_own_learning_rate() -> None:
-    config = dataclasses.replace(SHORT, router_optimizer="adamw", router_lr=0.5, adamw_warmup_steps=2)
-    optimizer = optimizers(model(), config)
-    assert kinds(optimizer)["router"] is AdamW
-    assert optimizer.learning_rates(0, 10)["router"] == pytest.approx(0.25)
-
-
-def test_experts_can_have_their_own_learning_rate() -> None:
-    config = dataclasses.replace(SHORT, expert_lr=0.5, min_lr_ratio=1.0)
-    optimizer = optimizers(model(), config)
     assert members(optimizer, "expert") == {"blocks.1.moe.experts.up", "blocks.1.moe.experts.down"}
-    assert optimizer.learning_rates(5, 10)["expert"] == 0.5
-    assert optimizer.learning_rates(5, 10)["matrix"] == SHORT.matrix_lr
+    assert set().union(*(members(optimizer, group) for group in optimizer.groups)) == set(SHAPES)
 
 
 TRUNK = {
@@ -144,31 +129,41 @@ def test_a_parameter_that_fits_nowhere_is_named() -> None:
         make_optimizers([("blocks.0.norm.weight", nn.Parameter(torch.zeros(8)))], SHORT, 768)
 
 
-@pytest.mark.parametrize(("d_model", "scale"), [(768, 1.0), (1280, 0.7745966692414834), (256, 1.7320508075688772)])
-def test_peaks_are_the_papers_table_times_lambda(d_model: int, scale: float) -> None:
-    peaks = {name: group.peak for name, group in optimizers(model(), OptimConfig(), d_model).groups.items()}
-    table = {"matrix": 0.02, "expert": 0.02, "router": 0.02, "embed": 0.2, "head": 0.004}
-    assert peaks == pytest.approx({name: peak * scale for name, peak in table.items()})
+LATE: dict[str, Any] = {"adamw_warmup_steps": 0, "min_lr_ratio": 1.0}  # rates at their peaks
+MUON, ADAMW = ("matrix", "expert", "router"), ("embed", "head")
+RATES: dict[str, tuple[OptimConfig, int, tuple[int, int], dict[str, float]]] = {
+    **{
+        f"the paper's table times λ, {width}": (
+            OptimConfig(**LATE), width, (5, 10),
+            dict.fromkeys(MUON, 0.02 * lam) | {"embed": 0.2 * lam, "head": 0.004 * lam},
+        )
+        for width, lam in ((768, 1.0), (1280, 0.7745966692414834), (256, 1.7320508075688772))
+    },
+    "the first step": (
+        OptimConfig(), 768, (0, 20_000), dict.fromkeys(MUON, 0.02) | {"embed": 0.2 / 250, "head": 0.004 / 250}
+    ),
+    "the end of the warmup": (OptimConfig(), 768, (249, 20_000), {"embed": 0.2 * (1 - 0.9 * 249 / 20_000)}),
+    "the middle": (OptimConfig(), 768, (10_000, 20_000), dict.fromkeys(MUON, 0.011) | {"embed": 0.11, "head": 0.0022}),
+    "the end": (OptimConfig(), 768, (20_000, 20_000), dict.fromkeys(MUON, 0.002) | {"embed": 0.02, "head": 0.0004}),
+    "the release, whose Muon is not scaled": (
+        RELEASE, 3072, (5, 10), {"matrix": 0.02, "expert": 0.02, "router": 0.002, "embed": 0.1, "head": 0.002}
+    ),
+    "Muon's warmup": (OptimConfig(**LATE, muon_warmup_steps=4), 768, (0, 10), dict.fromkeys(MUON, 0.005)),
+    "their own": (OptimConfig(**LATE, router_lr=0.5, expert_lr=1), 768, (5, 10), {"router": 0.5, "expert": 1}),
+    "routers under AdamW": (
+        OptimConfig(router_optimizer="adamw", router_lr=0.5, adamw_warmup_steps=2), 768, (0, 10), {"router": 0.25}
+    ),
+}  # fmt: skip
 
 
-def test_the_releases_muon_is_not_scaled_but_its_adamw_is() -> None:
-    peaks = {name: group.peak for name, group in optimizers(model(), RELEASE, 3072).groups.items()}
-    assert peaks == pytest.approx({"matrix": 0.02, "expert": 0.02, "router": 0.002, "embed": 0.1, "head": 0.002})
-
-
-def test_learning_rates_at_the_papers_points() -> None:
-    optimizer = optimizers(model(), OptimConfig(), 768)
-    steps = 20_000
-    first = optimizer.learning_rates(0, steps)
-    assert first["matrix"] == first["router"] == 0.02, "Muon has no warmup"
-    assert first["embed"] == pytest.approx(0.2 / 250)
-    assert first["head"] == pytest.approx(0.004 / 250)
-    warm = optimizer.learning_rates(249, steps)
-    assert warm["embed"] == pytest.approx(0.2 * (1 - 0.9 * 249 / steps))
-    middle = optimizer.learning_rates(steps // 2, steps)
-    assert middle == pytest.approx({"matrix": 0.011, "expert": 0.011, "router": 0.011, "embed": 0.11, "head": 0.0022})
-    end = optimizer.learning_rates(steps, steps)
-    assert end == pytest.approx({"matrix": 0.002, "expert": 0.002, "router": 0.002, "embed": 0.02, "head": 0.0004})
+@pytest.mark.parametrize(("config", "d_model", "at", "expected"), RATES.values(), ids=RATES)
+def test_learning_rates_at_their_points(
+    config: OptimConfig, d_model: int, at: tuple[int, int], expected: dict[str, float]
+) -> None:
+    optimizer = optimizers(model(), config, d_model)
+    rates = optimizer.learning_rates(*at)
+    assert {name: rates[name] for name in expected} == pytest.approx(expected)
+    assert kinds(optimizer)["router"] is (Muon if config.router_optimizer == "muon" else AdamW)
 
 
 def test_the_releases_schedule_is_constant_then_falls_to_zero_over_the_last_fifth() -> None:
@@ -317,12 +312,6 @@ def test_layers_take_turns_at_moving_their_experts_and_nothing_else_waits(held: 
         assert stayed == {f"blocks.{layer}.moe.experts.{part}" for layer in waiting for part in ("up", "gate", "down")}
 
 
-def test_muon_can_have_a_warmup_and_no_lambda() -> None:
-    config = OptimConfig(muon_warmup_steps=4, scale_muon=False, adamw_warmup_steps=0, min_lr_ratio=1.0)
-    rates = optimizers(model(), config, d_model=192).learning_rates(0, 10)
-    assert rates == pytest.approx({"matrix": 0.005, "expert": 0.005, "router": 0.005, "embed": 0.4, "head": 0.008})
-
-
 def test_the_state_is_flat_and_named_after_the_parameters() -> None:
     tensors, counters = optimizers(model()).state_dict()
     assert "muon.blocks.1.moe.experts.up.momentum" in tensors
@@ -388,27 +377,21 @@ def test_parameters_without_gradients_stay() -> None:
     assert optimizer.state_dict().counters["adamw.embed.weight.step"] == 0
 
 
-class Signs(torch.optim.Optimizer):
-    """Each number moves by the sign of a running mean of gradients."""
-
-    def __init__(self, params: ParamsT, lr: float = 0.1, momentum: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+class Signs(torch.optim.SGD):
+    """Counts half steps."""
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {"mean": torch.zeros_like(parameter), "seen": torch.zeros(())}
+        return {"seen": torch.zeros(())}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state["seen"] += 0.5
-                state["mean"].lerp_(parameter.grad, 1 - group["momentum"])
-                parameter.sub_(state["mean"].sign(), alpha=group["lr"])
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["seen"] += 0.5
+            parameter.sub_(parameter.grad.sign(), alpha=self.param_groups[0]["lr"])
 
 
 def test_a_new_optimizer_is_a_row_of_each_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It trains by the schedule, is shared out by numbers, and resumes from its own state."""
+    """It trains by the schedule, is shared out by numbers, and saves its own state."""
     kind = OptimizerSpec(
         lambda params, config: Signs(params),
         whole_matrices=False,
@@ -419,23 +402,15 @@ def test_a_new_optimizer_is_a_row_of_each_table(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(OPTIMIZERS, "signs", kind)
     row = GroupSpec(lambda name, parameter: parameter.ndim > 2, lambda config: "signs", lambda config: 0.5)
     monkeypatch.setitem(GROUPS, "experts", row)
-    through, first, second = model(), model(), model(seed=1)
-    straight, half, resumed = (optimizers(named, SHORT, 192) for named in (through, first, second))
-    assert members(straight, "experts") == {"blocks.1.moe.experts.up", "blocks.1.moe.experts.down"}
-    assert kinds(straight)["experts"] is Signs
-    assert straight.learning_rates(0, 10)["experts"] == 0.25
-    assert not moves_matrices("blocks.1.moe.experts.up", first["blocks.1.moe.experts.up"], SHORT)
-    train(through, straight, 0, 6)
-    train(first, half, 0, 3)
-    tensors, counters = half.state_dict()
-    assert counters["signs.blocks.1.moe.experts.up.seen"] == 1.5
-    resumed.load_state_dict(tensors, json.loads(json.dumps(counters)))
-    with torch.no_grad():
-        for name, parameter in second.items():
-            parameter.copy_(first[name])
-    train(second, resumed, 3, 6)
-    assert straight.groups["experts"].optimizers[0].param_groups[0]["momentum"] == 0.55
-    assert all(torch.equal(through[name], second[name]) for name in SHAPES)
+    named = model()
+    optimizer = optimizers(named, SHORT, 192)
+    assert members(optimizer, "experts") == {"blocks.1.moe.experts.up", "blocks.1.moe.experts.down"}
+    assert kinds(optimizer)["experts"] is Signs
+    assert optimizer.learning_rates(0, 10)["experts"] == 0.25
+    assert not moves_matrices("blocks.1.moe.experts.up", named["blocks.1.moe.experts.up"], SHORT)
+    train(named, optimizer, 0, 3)
+    assert optimizer.groups["experts"].optimizers[0].param_groups[0]["momentum"] == 0.52
+    assert optimizer.state_dict().counters["signs.blocks.1.moe.experts.up.seen"] == 1.5
 
 
 def test_moved_names_each_parameter_once_quick_optimizers_first() -> None:

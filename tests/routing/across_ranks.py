@@ -6,6 +6,8 @@ Every rank knows the scores of all, so that each checks its own part against the
 from __future__ import annotations
 
 import itertools
+import os
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from expert_threshold.routing import (
+    Cut,
     ExpertChoice,
     ExpertThreshold,
     Observation,
@@ -24,7 +27,7 @@ from expert_threshold.routing import (
     kth_largest,
     take,
 )
-from ranks import Collectives, join, leave
+from ranks import Collectives, join, leave, mine
 
 EXPERTS = 3
 SHARES = {2: [(7, 5), (0, 12), (1, 20)], 3: [(4, 4, 4), (1, 0, 9), (0, 0, 5)]}
@@ -43,10 +46,6 @@ def kinds_of_scores(tokens: int) -> dict[str, Tensor]:
     }
 
 
-def mine(values: Tensor, shares: tuple[int, ...], rank: int) -> Tensor:
-    return values.split(shares)[rank]
-
-
 def check_selection(shares: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:
     """Taken are those that a stable sort of all ranks' tokens puts first; every k at once, and in any order."""
     tokens = sum(shares)
@@ -61,6 +60,18 @@ def check_selection(shares: tuple[int, ...], rank: int, group: dist.ProcessGroup
             assert torch.equal(cut.score[0], best), (name, shares, k)
 
 
+def check_radix(shares: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:
+    """The GPU's selection, in Triton's interpreter, makes the same cuts."""
+    from expert_threshold.routing import radix
+
+    scores = mine(kinds_of_scores(sum(shares))["tied"], shares, rank)[None]
+    ks = [sum(shares) // 2, 1, 0, sum(shares), 3]
+    found = zip(*radix.select(scores, ks, group), strict=True)
+    for cut, (score, last) in zip(kth_largest(scores, ks, group), found, strict=True):
+        assert torch.equal(cut.score, score), shares
+        assert torch.equal(take(scores, cut), take(scores, Cut(score, last))), shares
+
+
 def added_over_ranks(observation: Observation, group: dist.ProcessGroup) -> Observation:
     total: Observation = tree_map(torch.clone, observation)
     for tensor in total.tensors().values():
@@ -69,7 +80,7 @@ def added_over_ranks(observation: Observation, group: dist.ProcessGroup) -> Obse
 
 
 def check_rule(rule: Rule, shares: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:
-    """Several steps of all ranks equal those of one process with the whole batch."""
+    """Several steps on all ranks equal one process with the whole batch."""
     state: Any = rule.init()
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
@@ -135,6 +146,8 @@ def main() -> None:
     ]
     for shares in SHARES[ranks]:
         check_selection(shares, rank, group)
+        if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+            check_radix(shares, rank, group)
     for rule, shares in itertools.product(rules, SHARES[ranks]):
         check_rule(rule, shares, rank, group)
     for rule in rules:

@@ -378,11 +378,3 @@ def test_an_unknown_rule_or_option_is_refused_with_those_there_are(record: dict[
     with pytest.raises(ValueError) as error:  # noqa: PT011  compared below
         rule_from_dict(record)
     assert all(fact in str(error.value) for fact in facts)
-
-
-def test_the_defaults_are_the_papers() -> None:
-    assert ExpertThreshold() == ExpertThreshold(
-        num_experts=16, experts_per_token=1, decay=0.999, warmup_steps=4000, capacity_slack=0.5, pool="global"
-    )
-    assert TokenChoice() == TokenChoice(16, 1, balance="none", aux_strength=0.001, bias_rate=0.005)
-    assert ExpertChoice() == ExpertChoice(num_experts=16, experts_per_token=1, decay=0.999)

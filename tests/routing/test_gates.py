@@ -1,8 +1,10 @@
-"""Gates: by their definitions, and equal to those of published models."""
+"""Gates equal their definitions and the gates of published models."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -18,8 +20,10 @@ from expert_threshold.routing import (
     Rule,
     SeqTopK,
     TokenChoice,
+    observe,
 )
 from expert_threshold.routing.gates import Gate
+from expert_threshold.routing.token_choice import Balance
 
 EXPERTS, FANOUT = 8, 3
 
@@ -99,9 +103,11 @@ def test_one_normalised_gate_is_refused_since_it_is_constant(rule: type[Rule], g
 
 
 @pytest.mark.parametrize("gate", get_args(Gate))
-def test_the_auxiliary_loss_takes_the_mean_of_gates_over_all_experts_without_the_scale(gate: Gate) -> None:
+def test_the_auxiliary_loss_and_its_gradient_come_from_the_mean_gate_without_the_scale(
+    gate: Gate,
+) -> None:
     rule = TokenChoice(EXPERTS, FANOUT, balance="aux", aux_strength=0.5, gate=gate, gate_scale=3.0)
-    scores = make_scores()
+    scores = make_scores().requires_grad_()
     routing = rule.route(scores, rule.init(), training=True)
     load = routing.assignment.float().flatten(0, 1).mean(0) * EXPERTS / FANOUT
     weights = scores.sigmoid() if gate.startswith("sigmoid") else scores.exp()
@@ -109,6 +115,46 @@ def test_the_auxiliary_loss_takes_the_mean_of_gates_over_all_experts_without_the
     expected = 0.5 * (load * shares.flatten(0, 1).mean(0)).sum()
     assert routing.loss is not None
     torch.testing.assert_close(routing.loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, scores)[0] for loss in (routing.loss, expected)))
+
+
+@pytest.mark.parametrize(
+    ("balance", "expected"),
+    # Loads 5, 4, 3, 0 over a mean of 3, in two micro-batches: f = 5/3, 4/3, 1, 0.
+    [("loss_free", [-1, -1, 0, 1]), ("loss_free_proportional", [-2 / 3, -1 / 3, 0, 1]), ("aux", [0, 0, 0, 0])],
+)
+def test_biases_move_against_the_summed_load_by_its_sign_or_in_proportion(balance: Any, expected: list[float]) -> None:
+    chosen = torch.nn.functional.one_hot(torch.repeat_interleave(torch.tensor([5, 4, 3, 0])), 4).bool()
+    first, second = (observe(torch.zeros(part.shape), part) for part in chosen[None].split(7, 1))
+    rule, bias = TokenChoice(4, balance=balance, bias_rate=0.1), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    moved = rule.update(BiasState(bias), first + second).bias
+    torch.testing.assert_close(moved, bias + 0.1 * torch.tensor(expected, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.25, 8.0])
+@pytest.mark.parametrize("balance", ["aux", "loss_free"])
+def test_beyond_its_capacity_an_expert_drops_the_smallest_gates_in_training_and_balance_counts_every_choice(
+    balance: Balance, factor: float
+) -> None:
+    scores = torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(1)).round(decimals=1)  # with ties
+    scores[..., 0] += 1
+    plain = TokenChoice(4, 2, balance=balance, gate="softmax", over="scores")
+    bounded = replace(plain, capacity_factor=factor)
+    everything, kept = (rule.route(scores, plain.init(), training=True) for rule in (plain, bounded))
+    gates, chosen = everything.gates.flatten(0, 1), everything.assignment.flatten(0, 1)
+    capacity = math.ceil(Fraction(str(factor)) * 21 * 2 / 4)
+    expected = torch.zeros_like(chosen)
+    for expert in range(4):
+        tokens = sorted(chosen[:, expert].nonzero().flatten().tolist(), key=lambda t: (-gates[t, expert], t))
+        expected[tokens[:capacity], expert] = True
+    assert torch.equal(kept.assignment.flatten(0, 1), expected)
+    assert torch.equal(kept.gates, everything.gates)
+    assert kept.observation.raw_load.tolist() == chosen.sum(0).tolist()
+    if balance == "aux":
+        assert torch.equal(kept.loss, everything.loss)  # type: ignore[arg-type]
+    moved = [rule.update(plain.init(), routing.observation) for rule, routing in ((plain, everything), (bounded, kept))]
+    assert torch.equal(moved[0].bias, moved[1].bias)
+    assert torch.equal(bounded.route(scores, plain.init(), training=False).assignment, everything.assignment)
 
 
 def test_kernels_are_offered_only_plain_sigmoid_gates_and_labels_name_the_others() -> None:
@@ -117,29 +163,6 @@ def test_kernels_are_offered_only_plain_sigmoid_gates_and_labels_name_the_others
     assert [rule.label for rule in rules] == ["TC", "TC softmax", "TC softmax chosen", "TC sigmoid norm."]
     scaled = TokenChoice(EXPERTS, balance="loss_free", gate_scale=2.5)
     assert (scaled.sigmoid_gates, scaled.label) == (False, "TC loss-free ×2.5")
-
-
-@pytest.mark.parametrize("bias", [0.0, 0.3])
-def test_experts_of_a_token_lie_in_the_groups_whose_two_best_sum_highest(bias: float) -> None:
-    rule = TokenChoice(EXPERTS, FANOUT, balance="loss_free", num_groups=4, groups_per_token=2)
-    scores, biases = make_scores(3), bias * torch.arange(EXPERTS)
-    routing = rule.route(scores, BiasState(biases), training=True)
-    for row, assigned in zip((scores + biases).flatten(0, 1), routing.assignment.flatten(0, 1), strict=True):
-        size = EXPERTS // 4
-        worth = [sum(sorted(row[g * size : (g + 1) * size].tolist())[-2:]) for g in range(4)]
-        best = sorted(range(4), key=lambda g: -worth[g])[:2]
-        inside = [expert for expert in range(EXPERTS) if expert // size in best]
-        expected = sorted(inside, key=lambda expert: -row[expert].item())[:FANOUT]
-        assert assigned.nonzero().flatten().tolist() == sorted(expected)
-
-
-def test_biases_over_gates_are_added_to_them_and_leave_gates_alone() -> None:
-    rule = TokenChoice(EXPERTS, 1, balance="loss_free", over="gates")
-    scores, bias = make_scores(4), torch.linspace(0, 0.5, EXPERTS)
-    routing = rule.route(scores, BiasState(bias), training=True)
-    assert torch.equal(routing.assignment.int().argmax(-1), (scores.sigmoid() + bias).argmax(-1))
-    assert torch.equal(routing.gates, scores.sigmoid())
-    assert rule.biased_top_k(BiasState(bias)) is None
 
 
 def scores_with_nulls() -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expert_threshold.routing import ExpertThreshold, PriceState, QuantileBalancing, Rule, cutoff
+from expert_threshold.routing import PriceState, QuantileBalancing, Rule
 from expert_threshold.routing.quantile_balancing import kth_of_histogram, price
 from expert_threshold.testing import make_scores
 
@@ -66,27 +66,6 @@ def test_updates_on_one_batch_bring_the_largest_load_to_the_mean(rule: Rule) -> 
         state = rule.update(state, observation)
     assert spread[0] > 1.5
     assert spread[-1] < 1.05
-
-
-def test_with_equal_token_prices_expert_prices_are_cutoffs_without_decay() -> None:
-    rule = QuantileBalancing(6, 1)
-    scores = make_scores(rule).clamp(max=4)
-    scores[..., :2] = 5  # the best and the second best of every token, so that α = 5
-    beta = seen(rule, scores, rule.init()).price_sum
-    tokens = scores[..., 0].numel()
-    # Prices are one place further down: they are what the first token that is not taken would have paid.
-    kin = ExpertThreshold(6, (tokens // 6 + 1) * 6 / tokens, decay=0, warmup_steps=0, capacity_slack=None)
-    assert torch.equal(beta + 5, cutoff(kin.update(kin.init(), seen(kin, scores, kin.init()))))
-
-
-@pytest.mark.parametrize("shift", [-3.0, 2.0])
-def test_a_price_common_to_all_experts_is_removed(shift: float) -> None:
-    rule = QuantileBalancing(6, 2)
-    state = PriceState(torch.arange(6) / 8, torch.tensor(1.0))
-    shifted = state._replace(mean=state.mean + shift)
-    a, b = (rule.route(make_scores(rule), each, training=True) for each in (state, shifted))
-    assert torch.equal(a.assignment, b.assignment)
-    torch.testing.assert_close(rule.update(state, a.observation), rule.update(shifted, b.observation))
 
 
 def test_the_running_mean_is_debiased_and_several_micro_batches_are_averaged() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from cases import no_waiting
 from expert_threshold.routing import kth_largest, selection
-from ranks import run_on_ranks
 
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
 from expert_threshold.routing import radix  # noqa: E402
@@ -88,12 +86,6 @@ def test_it_is_what_selection_uses_where_there_are_kernels(monkeypatch: pytest.M
         kth_largest(scores, [3])
         kth_largest(scores[:, :29], [3])
     assert called.call_count == 1
-
-
-@needs_a_device
-@pytest.mark.skipif(DEVICE == "cuda", reason="the ranks of this test have no GPU of their own")
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    run_on_ranks(Path(__file__).with_name("radix_across_ranks.py"), 2, tmp_path)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

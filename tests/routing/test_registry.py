@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 import pytest
@@ -36,48 +36,25 @@ class Plain(TopK):
     experts_per_token: int = 2
 
 
-@dataclass(frozen=True)
-class Windowed(Plain):
-    window: int = 9  # type: ignore[assignment]
+def rule_class(name: str, *fields: Any, bases: tuple[type, ...] = (Plain,), frozen: bool = True) -> Any:
+    return make_dataclass(name, fields, bases=bases, frozen=frozen)
 
 
-@dataclass(frozen=True)
-class Named(Plain):
-    name: str = "x"
-
-
-@dataclass(frozen=True)
-class Derived(Plain):
-    double: int = field(default=8, init=False)
-
-
-@dataclass(frozen=True)
-class Bare(TopK):
-    num_experts: int
-    experts_per_token: int
-
-
-@dataclass
-class Thawed(TopK):
-    num_experts: int = 4
-    experts_per_token: int = 2
-
-
-@dataclass(frozen=True)
-class Unfinished(Rule):
-    num_experts: int = 4
-    experts_per_token: int = 2
+SIZES = (("num_experts", int, 4), ("experts_per_token", int, 2))
 
 
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        (Windowed, "option window would hide"),
-        (Named, "option name would hide"),
-        (Derived, "double is no option"),
-        (Bare, r"Bare\(\) must be a rule of default options"),
-        (Thawed, "must be a frozen dataclass"),
-        (Unfinished, "Unfinished.*abstract"),
+        (rule_class("Windowed", ("window", int, 9)), "option window would hide"),
+        (rule_class("Named", ("name", str, "x")), "option name would hide"),
+        (rule_class("Derived", ("double", int, field(default=8, init=False))), "double is no option"),
+        (
+            rule_class("Bare", *(size[:2] for size in SIZES), bases=(TopK,)),
+            r"Bare\(\) must be a rule of default options",
+        ),
+        (rule_class("Thawed", *SIZES, bases=(TopK,), frozen=False), "must be a frozen dataclass"),
+        (rule_class("Unfinished", *SIZES, bases=(Rule,)), "Unfinished.*abstract"),
     ],
 )
 def test_a_class_that_commands_could_not_take_is_refused(cls: Any, words: str) -> None:
@@ -114,11 +91,7 @@ def test_a_sum_that_could_not_be_read_back_is_refused(name: str) -> None:
         observe(scores, scores > 0, **{name: torch.ones(3)})
 
 
-@dataclass(frozen=True)
-class WithSteps(Plain):
-    steps: int = 3
-
-
 def test_an_option_may_be_called_like_one_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES._rules, "with_steps", WithSteps)  # type: ignore[attr-defined]
-    assert scaled_rule("with_steps", 100, steps=7) == WithSteps(steps=7)
+    with_steps = rule_class("WithSteps", ("steps", int, 3))
+    monkeypatch.setitem(RULES._rules, "with_steps", with_steps)  # type: ignore[attr-defined]
+    assert scaled_rule("with_steps", 100, steps=7) == with_steps(steps=7)

@@ -43,34 +43,10 @@ def test_the_rate_on_new_tokens_is_the_one_asked_for(rule: ExpertThreshold, rate
 
 
 @each
-def test_rate_zero_routes_nothing_and_the_highest_rate_routes_everything(rule: ExpertThreshold) -> None:
-    state = trained(rule)
-    for rate, expected in ((0, False), (EXPERTS, True)):
-        assert (rule.route(skewed(100), dial(state, rate), training=False).assignment == expected).all()
-
-
-@each
 def test_a_lower_rate_never_adds_an_expert(rule: ExpertThreshold) -> None:
     state = trained(rule)
     cutoffs = torch.stack([cutoff(dial(state, rate)) for rate in torch.linspace(0, EXPERTS, 200).tolist()])
     assert (cutoffs[1:] < cutoffs[:-1]).all()
-
-
-@each
-def test_at_the_trained_rate_the_dial_is_close_to_the_trained_cutoffs(rule: ExpertThreshold) -> None:
-    state = trained(rule)
-    torch.testing.assert_close(cutoff(dial(state, 1)), cutoff(state), rtol=0.01, atol=0)
-
-
-@each
-def test_a_sketch_does_not_change_what_training_does(rule: ExpertThreshold) -> None:
-    state = trained(rule, steps=5)
-    bare = state._replace(sketch=torch.zeros_like(state.sketch), sketch_weight=torch.tensor(0.0))
-    scores = skewed(256, 7)
-    one, other = (rule.route(scores, s, training=True) for s in (state, bare))
-    assert torch.equal(one.assignment, other.assignment)
-    after, bare_after = rule.update(state, one.observation), rule.update(bare, other.observation)
-    assert all(torch.equal(a, b) for a, b in zip(after[:3], bare_after[:3], strict=True))
 
 
 @pytest.mark.parametrize("debias", [True, False])
