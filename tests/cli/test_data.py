@@ -224,4 +224,4 @@ def test_what_cannot_be_done_is_refused(
     refused(["data", "tokenizer"], "vocab_size=65536 is too large for this text")
     refused(["data", "tokenize"], "no tokenizer.json beside fineweb-edu; make one with et data tokenizer")
     (cache / "fineweb-edu" / "tokenizer.json").write_text("{}")
-    refused(["data", "tokenizer"], "no tokenizer of expert-threshold")
+    refused(["data", "tokenizer"], "no tokenizer that text can be encoded with")

@@ -99,7 +99,6 @@ def test_loading_gives_our_tokenizer_back(tokenizer: Tokenizer, theirs: Any, tmp
     [
         lambda content: content["model"]["merges"].pop(),
         lambda content: content["model"]["merges"].reverse(),
-        lambda content: content["model"].update(ignore_merges=True),
         lambda content: content["model"]["vocab"].update({"more": 9999}),
         lambda content: content.update(normalizer={"type": "NFC"}),
         lambda content: content["pre_tokenizer"]["pretokenizers"].clear(),
@@ -114,9 +113,40 @@ def test_a_tokenizer_json_with_other_encoding_rules_is_refused_in_one_line(
     content = json.loads(path.read_bytes())
     change(content)
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged or no tokenizer of expert-threshold") as caught:
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged or no tokenizer that text") as caught:
         Tokenizer.load(path)
     assert "\n" not in str(caught.value)
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize("like", ["GPT-2", "Llama 3"])
+def test_another_byte_level_bpe_cuts_text_as_it_did_and_is_saved_as_ours(like: str, tmp_path: Path) -> None:
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+    theirs = tokenizers.Tokenizer(models.BPE(ignore_merges=like == "Llama 3"))
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=like == "GPT-2")
+    split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
+    theirs.pre_tokenizer = whole if like == "GPT-2" else pre_tokenizers.Sequence([split, whole])
+    theirs.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    theirs.train_from_iterator([Path(random.__file__).read_text(encoding="utf-8")], trainer)
+    theirs.save(str(tmp_path / "theirs.json"))
+    ours = Tokenizer.load(tmp_path / "theirs.json")
+    ours.save(tmp_path / "ours.json")
+    again = Tokenizer.load(tmp_path / "ours.json")
+    assert again.hash == ours.hash
+    for text in (Path(json.__file__).read_text(encoding="utf-8"), "I'LL  pay 12345 €\n\n ñandú's\t<|endoftext|>"):
+        pieces = [theirs.decode([i]) for i in theirs.encode(text, add_special_tokens=False).ids if i != 0]
+        assert [ours.decode([i]) for i in ours.encode(text.replace("<|endoftext|>", ""))] == pieces
+        assert again.encode(text) == ours.encode(text)
 
 
 def test_a_vocabulary_that_no_merges_lead_to_is_refused() -> None:

@@ -204,7 +204,7 @@ ENTRIES = {
         "tokenize shards into a folder, which training reads with almost no processor time",
         [
             SOURCE,
-            Option("tokenizer", str, BESIDE, "The tokenizer.json to use."),
+            Option("tokenizer", str, BESIDE, "The tokenizer.json to use: ours, or another byte-level BPE."),
             Option("out", str, TOKENS_OUT, "The folder to make, or to continue."),
             TEXT_FIELD,
             SKIP,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from .tokenizer_json import from_tokenizer_json, to_tokenizer_json
+from .tokenizer_json import digest, from_tokenizer_json, to_tokenizer_json
 
 BOS = "<|bos|>"
 MIN_VOCAB_SIZE = 257
@@ -55,11 +54,11 @@ class Tokenizer:
     `tokens` holds the bytes of every id but `BOS`, to which no text encodes: "<|bos|>" in a text is ordinary.
     """
 
-    def __init__(self, tokens: Sequence[bytes]) -> None:
-        self._tokens = tuple(tokens)
+    def __init__(self, tokens: Sequence[bytes], pattern: str = PATTERN) -> None:
+        self._tokens, self._pattern = tuple(tokens), pattern
         self._encoding = tiktoken.Encoding(
             "expert-threshold",
-            pat_str=PATTERN,
+            pat_str=pattern,
             mergeable_ranks={token: rank for rank, token in enumerate(self._tokens)},
             special_tokens={BOS: self.bos},
         )
@@ -93,10 +92,7 @@ class Tokenizer:
     @property
     def hash(self) -> str:
         """The sha256, in hex, which is equal for tokenizers that encode alike."""
-        digest = hashlib.sha256(PATTERN.encode())
-        for token in self._tokens:
-            digest.update(len(token).to_bytes(4, "little") + token)
-        return digest.hexdigest()
+        return digest(self._tokens, self._pattern)
 
     @property
     def bos(self) -> int:
@@ -128,19 +124,19 @@ class Tokenizer:
 
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json` for Hugging Face's `tokenizers`, which then encodes and decodes identically."""
-        content = to_tokenizer_json(self._tokens, PATTERN, BOS)
+        content = to_tokenizer_json(self._tokens, self._pattern, BOS)
         Path(path).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Load a file of `save`, even if `tokenizers` wrote it again. Raises ValueError if it encodes differently."""
+        """Load a file of `save`, or another byte-level BPE, which gets other ids. Raises ValueError for all others."""
         try:
             content = json.loads(Path(path).read_bytes())
             if isinstance(content, dict) and "merges" in content:  # in runs made before this file was Hugging Face's
                 return cls([*(bytes([b]) for b in range(256)), *(m.encode("latin-1") for m in content["merges"])])
-            return cls(from_tokenizer_json(content, PATTERN, BOS))
+            return cls(*from_tokenizer_json(content, BOS))
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{path} is damaged or no tokenizer of expert-threshold ({error}); restore it from a backup, or train "
-                "the tokenizer again"
+                f"{path} is damaged or no tokenizer that text can be encoded with ({error}); restore it from a backup, "
+                "or train one with et data tokenizer"
             ) from None

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The pattern that ByteLevel splits by where it is not given another."""
 
-def to_tokenizer_json(
-    tokens: Sequence[bytes], pattern: str, bos: str, merges: Sequence[Sequence[str]] | None = None
-) -> dict[str, Any]:
+
+def digest(tokens: Sequence[bytes], pattern: str) -> str:
+    """Return the sha256, in hex, which is equal for tokenizers that encode alike."""
+    found = hashlib.sha256(pattern.encode())
+    for token in tokens:
+        found.update(len(token).to_bytes(4, "little") + token)
+    return found.hexdigest()
+
+
+def to_tokenizer_json(tokens: Sequence[bytes], pattern: str, bos: str) -> dict[str, Any]:
     """Return the content of a `tokenizer.json` that encodes and decodes exactly like ours; `bos` has the last id.
 
     `bos` is in the vocabulary, where no merge produces it, and not an added token, which would be matched in text:
     "<|bos|>" in a text stays ordinary. The post-processor puts `bos` in front, as our models need it.
-    merges: known from a file; otherwise they are found, which takes seconds for 65,536 tokens. Raises ValueError if a
-    token is not the merge of two tokens before it.
+    Raises ValueError if a token is not the merge of two tokens before it.
     """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     vocab = {_show(token): rank for token, rank in ranks.items()} | {bos: len(tokens)}
@@ -23,6 +32,7 @@ def to_tokenizer_json(
         raise ValueError(f"tokens are not all different, or one reads {bos}; train the tokenizer")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    known = f"sha256 {digest(tokens, pattern)}"  # a special token that is never used: other keys are not read
     opening, first, second = {"SpecialToken": {"id": bos, "type_id": 0}}, _sequence("A", 0), _sequence("B", 1)
     return {
         "version": "1.0",
@@ -35,7 +45,10 @@ def to_tokenizer_json(
             "type": "TemplateProcessing",
             "single": [opening, first],
             "pair": [opening, first, second],
-            "special_tokens": {bos: {"id": bos, "ids": [len(tokens)], "tokens": [bos]}},
+            "special_tokens": {
+                bos: {"id": bos, "ids": [len(tokens)], "tokens": [bos]},
+                known: {"id": known, "ids": [], "tokens": []},
+            },
         },
         "decoder": byte_level,
         "model": {
@@ -48,28 +61,51 @@ def to_tokenizer_json(
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": vocab,
-            "merges": merges or [list(map(_show, _halves(token, ranks))) for token in tokens[256:]],
+            "merges": [list(map(_show, _halves(token, ranks))) for token in tokens[256:]],
         },
     }
 
 
-def from_tokenizer_json(content: Mapping[str, Any], pattern: str, bos: str) -> list[bytes]:
-    """Return the tokens of such a file, even if Hugging Face has loaded and saved it again.
+def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[bytes], str]:
+    """Return the tokens and the pattern of a byte-level BPE, such as GPT-2's, Llama 3's or ours.
 
-    Raises ValueError if it encodes differently.
+    Text is cut into the same tokens. Another tokenizer's ids change, and its special tokens go: text does not encode to
+    them. Raises ValueError if ours would cut text differently.
     """
     try:
-        merges = content["model"]["merges"]
-        shown = {rank: token for token, rank in content["model"]["vocab"].items()}
-        tokens = [bytes(_BYTES[character] for character in shown[rank]) for rank in range(len(shown) - 1)]
-        expected = to_tokenizer_json(tokens, pattern, bos, merges)
-        same = all(content[part] == expected[part] for part in ("normalizer", "pre_tokenizer", "decoder", "model"))
-        same &= [a + b for a, b in merges] == [shown[rank] for rank in range(256, len(tokens))]
+        model, steps = content["model"], content["pre_tokenizer"]
+        split, *rest = steps.get("pretokenizers", [steps])
+        pattern = GPT2 if split["type"] == "ByteLevel" and split["use_regex"] else split["pattern"]["Regex"]
+        merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+        results = [*dict.fromkeys(first + second for first, second in merges)]
+        tokens = [bytes([byte]) for byte in range(256)] + [bytes(map(_BYTES.__getitem__, each)) for each in results]
+        same = model["type"] == "BPE" and content["normalizer"] is None and content["decoder"]["type"] == "ByteLevel"
+        same &= not any(model.get(rule) for rule in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+        same &= pattern == GPT2 or (split["behavior"] == "Isolated" and not split["invert"])
+        same &= all(step["type"] == "ByteLevel" and not step["use_regex"] for step in rest)
+        same &= not any(step.get("add_prefix_space") for step in (split, *rest))
+        special = {bos} | {token["content"] for token in content["added_tokens"]}
+        same &= model["vocab"].keys() - special == {_show(token) for token in tokens} - special
+        if bos in model["vocab"]:  # ours, whose ids mean what a model has learned
+            same &= all(model["vocab"][_show(token)] == rank for rank, token in enumerate(tokens))
+            if f"sha256 {digest(tokens, pattern)}" not in content["post_processor"]["special_tokens"]:
+                raise ValueError("its content does not match its sha256")
+        if same and not _merges_alike(tokens, merges):
+            raise ValueError("its merges give other tokens by rank than by pair")
     except (LookupError, TypeError, AttributeError):
         same = False
     if not same:
-        raise ValueError("it encodes text differently")
-    return tokens
+        raise ValueError("it is no byte-level BPE whose text is neither normalized nor cut in several steps")
+    return tokens, pattern
+
+
+def _merges_alike(tokens: Sequence[bytes], merges: Sequence[tuple[str, str]]) -> bool:
+    """Return True if merging by the rank of the result, as ours does, equals merging the listed pairs in order."""
+    place, ranks = {pair: i for i, pair in enumerate(merges)}, {token: rank for rank, token in enumerate(tokens)}
+    found = [
+        place.get((_show(first), _show(second)), -1) for first, second in (_halves(t, ranks) for t in tokens[256:])
+    ]
+    return all(found[i] > (found[i - 1] if i else -1) for i in range(len(found)))
 
 
 def _sequence(name: str, type_id: int) -> dict[str, Any]:
