@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import groupby, permutations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from torch import Tensor
 
 from expert_threshold.analysis.figures.axes import log_ticks, method_strokes, panels
-from expert_threshold.analysis.figures.style import ACCENT, INK, MUTED, SMALL, WIDE, strokes
+from expert_threshold.analysis.figures.style import ACCENT, INK, MUTED, SMALL, WIDE, Axes, Figure, strokes
 from expert_threshold.analysis.material import Material
 from expert_threshold.analysis.methods import Subject, pool_tokens
 from expert_threshold.analysis.page import save_figure
@@ -39,10 +39,6 @@ from expert_threshold.analysis.sentences import counted, pool_size
 from expert_threshold.cli.analyze import open_material
 from expert_threshold.model.trace import Trace
 from expert_threshold.train.log import Display
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 POOLS = tuple(2**power for power in range(8, 25, 2))  # tokens, for the closed form
 PRECISIONS = (16, 32)  # bits of a cutoff in bfloat16 and float32

@@ -93,24 +93,14 @@ def test_text_whose_tokens_are_alike_has_cutoffs_that_vary_more() -> None:
 
 def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bounds_after_warmup() -> None:
     """500 lines, more than are drawn; from step 300 on one of four experts is bounded, above and below in turn."""
+    numbers = {"cutoff": 1.0, "batch_cutoff": 1.5, "cutoff_distance": 0.75, "usage": 0.25, "score_std": 2.0}
+    same = {name: [number] * 4 for name, number in numbers.items()}
     free, full = [0.0] * 4, [0.0, 0.25, 0.0, 0.0]
-    train = [
-        {
-            "step": step,
-            "layers": {
-                "0": {
-                    "cutoff": [1.0] * 4,
-                    "batch_cutoff": [1.5] * 4,
-                    "cutoff_distance": [0.75] * 4,
-                    "usage": [0.25] * 4,
-                    "score_std": [2.0] * 4,
-                    "saturation": full if (step >= 300 and step % 2) or step <= 100 else free,
-                    "starvation": full if step >= 300 and step % 2 == 0 else free,
-                }
-            },
-        }
-        for step in range(1, 501)
-    ]
+    train = []
+    for step in range(1, 501):
+        above, below = (step >= 300 and step % 2) or step <= 100, step >= 300 and step % 2 == 0
+        bounds = {"saturation": full if above else free, "starvation": full if below else free}
+        train.append({"step": step, "layers": {"0": same | bounds}})
     rule = SimpleNamespace(looks_ahead=False)
     run = SimpleNamespace(train=train, config={"train": {"log_every": 1}}, warmup_steps=100, target=0.25)
     subject = SimpleNamespace(run=run, rule=rule, layers=[0], tag={"method": "ET", "kind": "expert_threshold"})

@@ -83,11 +83,12 @@ def render(
 ) -> str:
     """Return the page: figures, tables, and the list of omissions."""
     methods = list(material.methods)
+    title = f"{counted(len(material.subjects), 'run')} of {counted(len(methods), 'method')}"
     runs = [LeftOut(f"Run {path}", why) for path, why in material.selection.left_out.items()]
     return page(
         f"Analysis of {', '.join(methods)}",
         [
-            f"<header><h1>{escape(_title(material))}</h1>{_incomplete(material)}"
+            f"<header><h1>{escape(title)}</h1>{_incomplete(material)}"
             f"{text(legend(material.subjects), muted=True)}</header>",
             as_html(),
             *(exhibits(title, found) for title, found in entries.items()),
@@ -99,17 +100,12 @@ def render(
     )
 
 
-def _title(material: Material) -> str:
-    return f"{counted(len(material.subjects), 'run')} of {counted(len(material.methods), 'method')}"
-
-
 def _incomplete(material: Material) -> str:
     """Return the runs left out and the unfinished runs that are shown."""
-    left_out, unfinished = material.selection.left_out, material.selection.unfinished
-    lines = [f"{counted(len(left_out), 'run')} left out: {'; '.join(f'{p}: {w}' for p, w in left_out.items())}."]
-    lines += [f"Shown as far as they went: {'; '.join(f'{path}: {how}' for path, how in unfinished.items())}."]
-    shown = [line for line, runs in zip(lines, (left_out, unfinished), strict=True) if runs]
-    return "".join(map(text, shown))
+    _, left_out, unfinished = material.selection
+    parts = {f"{counted(len(left_out), 'run')} left out": left_out, "Shown as far as they went": unfinished}
+    lines = {what: "; ".join(f"{path}: {why}" for path, why in runs.items()) for what, runs in parts.items()}
+    return "".join(text(f"{what}: {line}.") for what, line in lines.items() if line)
 
 
 def _results(material: Material) -> str:

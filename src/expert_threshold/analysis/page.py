@@ -10,17 +10,14 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 
 from ..files import replace_file
-from .figures.style import NARROW, THEME, style
+from .figures.style import NARROW, THEME, Figure, style
 from .plain import NotShownError, plain
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Exhibit(NamedTuple):

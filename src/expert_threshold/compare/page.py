@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
 from ..analysis.figures.axes import Strokes, draw_key, rows_of
 from ..analysis.figures.learning import draw_losses
-from ..analysis.figures.style import GRID, INK, METHODS, MUTED, WIDE
+from ..analysis.figures.style import GRID, INK, METHODS, MUTED, WIDE, Figure
 from ..analysis.methods import options
 from ..analysis.page import exhibit, exhibits, links, options_that_differ, page, save_figure, section, table, text
 from ..analysis.plain import Data
@@ -22,9 +21,6 @@ from .findings import Findings
 from .judgement import Judged
 from .judgement import shown as interval
 from .paired import Verdict
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 BEYOND = 3
 """The figure of differences ends at so many times the median distance from 0 to the far end of an interval."""

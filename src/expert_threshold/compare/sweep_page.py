@@ -8,17 +8,13 @@ from functools import partial
 from html import escape
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..analysis.figures.axes import log_ticks, panels, single, whole_ticks
-from ..analysis.figures.style import ACCENT, INK, MUTED, NARROW, WIDE
+from ..analysis.figures.style import ACCENT, INK, MUTED, NARROW, WIDE, Axes, Figure
 from ..analysis.page import exhibit, exhibits, facts, folded, page, section, table, text
 from ..analysis.sentences import counted, fixed
 from ..files import replace_file
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 STATES = ("finished", "pruned", "diverged", "refused")
 HEAD = 0.6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +17,7 @@ from ..results import moments
 from ..sentences import each, percent
 from .axes import fanout_bars, method_panels, whole_ticks
 from .study import Study, over_methods
-from .style import INK, ONE_LAYER, WIDE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from .style import INK, ONE_LAYER, WIDE, Axes, Figure
 
 BINS = 20
 """Bins of losses, with equally many tokens in each."""

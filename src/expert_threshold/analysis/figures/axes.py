@@ -13,13 +13,11 @@ import numpy as np
 
 from ..plain import Data, array
 from ..records import Points, finite
-from .style import INK, MUTED, SMALL, WARMUP, expert_colours, layer_colours, strokes
+from .style import INK, MUTED, SMALL, WARMUP, Axes, Figure, expert_colours, layer_colours, strokes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Colormap
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
 PANEL, GAP = 1.6, 0.25  # the least width of a panel, and the space between two
@@ -290,9 +288,9 @@ def log_ticks(axis: Any, most: int = 8) -> None:
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
-def ratio_axis(axes: Axes, most: float) -> None:
-    """Put ratios from 1 to `most` on a logarithmic y axis, so that outliers leave room for the others."""
-    most = max(most, 1.1)
+def ratio_axis(axes: Axes) -> None:
+    """Put ratios from 1 to the largest on a logarithmic y axis, so that outliers leave room for the others."""
+    most = max(axes.dataLim.y1, 1.1)
     axes.set_yscale("log")
     axes.set_ylim(most**-0.04, most**1.06)
     log_ticks(axes.yaxis)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import combinations_with_replacement
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,7 @@ from ..plain import Data, NotShownError, array
 from ..sentences import each
 from .axes import colour_scale, heat, method_panels
 from .study import Study, over_methods
-from .style import INK, SMALL, WIDE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import INK, SMALL, WIDE, Figure
 
 MEASURES: dict[str, Callable[[Tensor, Tensor], float]] = {
     measure.__name__: measure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +15,7 @@ from ..records import Record, expert_series, layer_series
 from ..sentences import each, listed, of_deviation, percent
 from .axes import expert_key, expert_lines, mark_warmup, marker, method_strokes, panels, step_axis, thin
 from .study import Study, over_methods
-from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, strokes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, Figure, strokes
 
 
 def cutoff_stability(material: Material) -> Data:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..plain import Data, array
 from .axes import log_ticks, panels
-from .style import METHODS, NARROW
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import METHODS, NARROW, Figure
 
 
 def draw_dial(data: Data) -> Figure:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import groupby, pairwise
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,11 +22,7 @@ from ..results import over_seeds
 from ..sentences import counted, each, listed, pool_size, short, signed
 from .axes import draw_key, marker, method_panels, method_strokes, name_lines, panels, single, smooth, step_axis
 from .study import Study, over_methods
-from .style import INK, KINDS, METHODS, MUTED, NARROW, WIDE, strokes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from .style import INK, KINDS, METHODS, MUTED, NARROW, WIDE, Axes, Figure, strokes
 
 TOKENS = "tokens trained on"
 

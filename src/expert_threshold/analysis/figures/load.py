@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,7 @@ from ..plain import Data, NotShownError, array
 from ..sentences import each, listed, percent, pool_size
 from .axes import by_layer, draw_key, method_strokes, panels, ratio_axis, rows_of
 from .study import Study, over_methods
-from .style import MUTED, NARROW, WIDE, strokes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import MUTED, NARROW, WIDE, Figure, strokes
 
 TOKENS_PER_EXPERT = (64, 256, 1024, 4096, 16384, 65536)
 EXPERTS = 4096
@@ -54,9 +51,7 @@ def load_balance(material: Material) -> Data:
 def draw_load_balance(data: Data) -> Figure:
     """Draw largest load / mean load over layers, logarithmic."""
     figure, axes = by_layer(data, "spread", "largest load / mean load", NARROW)
-    ratio_axis(
-        axes, max((value for entry in data["methods"] for value in entry["spread"] if value is not None), default=1)
-    )
+    ratio_axis(axes)
     return figure
 
 

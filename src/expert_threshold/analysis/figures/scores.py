@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +17,7 @@ from ..plain import Data, NotShownError, array
 from ..sentences import each, listed, signed
 from .axes import log_ticks, method_panels, method_strokes, panels
 from .study import Study, over_methods
-from .style import GRID, INK, MUTED, SMALL, WIDE, strokes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import GRID, INK, MUTED, SMALL, WIDE, Figure, strokes
 
 SEQUENCES, TOKENS = 3, 16
 """Sequences of a trace, and tokens of each, that are shown."""

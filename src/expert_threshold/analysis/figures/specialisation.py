@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +18,7 @@ from ..plain import Data, NotShownError, array
 from ..sentences import counted, each, listed, percent
 from .axes import PANEL, Strokes, by_layer, colour_scale, heat, panels, whole_ticks
 from .study import Study, over_methods
-from .style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours, monospaced, strokes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from .style import INK, MUTED, NARROW, SMALL, WIDE, Axes, Figure, expert_colours, monospaced, strokes
 
 CELLS = 108
 """The most tokens of a passage shown in cells: two or three rows on a wide page."""

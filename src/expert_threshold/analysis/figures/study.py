@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..material import Material
 from ..methods import Subject
 from ..plain import Data, NotShownError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import Figure
 
 
 class Study(NamedTuple):

@@ -9,13 +9,19 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...install import install
 from ...recipes import METHODS as OF_PAPER
 from ..plain import Data
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+else:
+    Axes = Figure = Any  # matplotlib is imported where something is drawn, and is an extra
 
 WIDE, NARROW = 9.0, 4.4
 SMALL = 8.0

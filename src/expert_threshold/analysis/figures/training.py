@@ -34,11 +34,9 @@ from .axes import (
     thin,
     whole_ticks,
 )
-from .style import ACCENT, INK, METHODS, MUTED, NARROW, WIDE, layer_colours
+from .style import ACCENT, INK, METHODS, MUTED, NARROW, WIDE, Axes, Figure, layer_colours
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
 LATE = 0.75
@@ -197,7 +195,7 @@ def draw_load_spread(run: Run) -> Figure:
     for (layer, points), colour in zip(dots.items(), layer_colours(len(dots)), strict=True):
         line(axes, points, colour, marker="o", linestyle="none", markersize=4, label=f"layer {layer}, validation")
     layer_lines(axes, lines)
-    ratio_axis(axes, max((y for points in (*dots.values(), *lines.values()) for _, y in finite(points)), default=1))
+    ratio_axis(axes)
     step_axis(axes)
     mark_warmup(axes, run.warmup_steps)
     return figure
