@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 import shutil
 import sys
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
@@ -30,20 +28,12 @@ from expert_threshold.analysis.records import expert_series, finite, layer_serie
 from expert_threshold.analysis.report import write_report
 from expert_threshold.compare.findings import Findings, read_runs
 from expert_threshold.compare.page import comparison_page
-from expert_threshold.data import DataConfig
 from expert_threshold.install import install
-from expert_threshold.model import GPTConfig
-from expert_threshold.optim import OptimConfig
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder
-from expert_threshold.train import TrainConfig, train
+from tiny_runs import SAMPLE
 
-RULES: dict[str, Rule | None] = {
-    "expert_threshold": ExpertThreshold(num_experts=4, warmup_steps=2, decay=0.5),
-    "expert_choice": ExpertChoice(num_experts=4),
-    "token_choice": TokenChoice(num_experts=4, balance="aux"),
-    "dense": None,
-}
+RULES = {"expert_threshold": "et", "expert_choice": "ec-batch", "token_choice": "tc", "dense": "dense"}
+"""The rule -> the folder of its run."""
 OF_EVERY_RUN = {"Loss", "Bits per byte", "Tokens per second", "Learning rate", "Gradient norm"}
 OF_EXPERTS = {"Usage of each expert", "Load spread", "Fanout", "Spread of scores", "Spread of gates"}
 OF_CUTOFFS = {"Cutoffs", "Saturation", "Starvation"}
@@ -53,30 +43,6 @@ FIGURES = {
     "token_choice": OF_EVERY_RUN | OF_EXPERTS,
     "dense": OF_EVERY_RUN,
 }
-SAMPLE = "--- <script>alert('&amp;')</script>\x00\x0c after http://example.org\n"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps by each rule, of two layers with experts."""
-    folder = tmp_path_factory.mktemp("runs")
-    chance, words = random.Random(0), ["the", "model", "reads", "text", "and", "learns"]
-    documents = ({"text": " ".join(chance.choices(words, k=40))} for _ in range(40))
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-    intervals = {"log_every": 1, "eval_every": 3, "eval_tokens": 128, "sample_every": 3}
-    threads = torch.get_num_threads()
-    for name, rule in RULES.items():
-        sizes = {"d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 32, "d_feed_forward": 64, "layers": 3}
-        train(
-            RunFolder.create(folder / name),
-            GPTConfig.preset("tiny", rule=rule, vocab_size=280, context=16, **sizes),
-            DataConfig(source=str(folder / "corpus.jsonl"), validation_fraction=0.2),
-            OptimConfig(),
-            TrainConfig(steps=6, batch_size=4, threads=1, device="cpu", **intervals),
-            sample=lambda model, tokenizer, step: f"step {step} {SAMPLE}",
-        )
-    torch.set_num_threads(threads)
-    return folder
 
 
 @pytest.fixture
@@ -84,7 +50,7 @@ def run(runs: Path, tmp_path: Path) -> Callable[..., RunFolder]:
     """A copy of the run by a rule, its metrics after `change`, which takes a record and returns it or None."""
 
     def run(name: str = "expert_threshold", change: Callable[[Any], Any] = lambda record: record) -> RunFolder:
-        shutil.copytree(runs / name, tmp_path / name)
+        shutil.copytree(runs / RULES[name], tmp_path / name)
         folder = RunFolder.open(tmp_path / name)
         records = [changed for record in folder.metrics.read() if (changed := change(record)) is not None]
         folder.metrics.path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -148,7 +114,7 @@ class Report(NamedTuple):
 @pytest.fixture(scope="module")
 def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The report of the expert-threshold run."""
-    folder = shutil.copytree(runs / "expert_threshold", tmp_path_factory.mktemp("report") / "run")
+    folder = shutil.copytree(runs / "et", tmp_path_factory.mktemp("report") / "run")
     html = write_report(RunFolder.open(folder)).read_text(encoding="utf-8")
     return Report(html, Page(html))
 
@@ -196,8 +162,8 @@ def test_a_page_asks_no_other_host_and_runs_no_script_but_its_own(report: Report
 def test_text_of_samples_is_shown_and_not_obeyed(report: Report) -> None:
     texts = report.page.texts["pre"]
     shown = SAMPLE.replace("\x00", "\ufffd").replace("\x0c", "\ufffd")
-    assert texts[0] == f"step 6 {shown}"
-    assert texts[1] == f"step 3 {shown}"
+    assert texts[0] == f"step 8 {shown}"
+    assert texts[1] == f"step 4 {shown}"
 
 
 def test_ids_are_unique_and_what_is_referred_to_exists(report: Report) -> None:
@@ -223,7 +189,7 @@ def test_figures_are_named_for_those_who_do_not_see_them(report: Report) -> None
 
 
 def test_the_same_records_make_the_same_page(report: Report, runs: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(runs / "expert_threshold", tmp_path / "run")
+    folder = shutil.copytree(runs / "et", tmp_path / "run")
     assert write_report(RunFolder.open(folder)).read_text(encoding="utf-8") == report.html
 
 
@@ -238,7 +204,7 @@ def test_a_run_without_metrics_has_a_report(name: str, run: Callable[..., RunFol
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_run_with_one_record_has_a_report(name: str, split: str, run: Callable[..., RunFolder]) -> None:
     def first(record: dict[str, Any]) -> dict[str, Any] | None:
-        is_first = record["step"] == {"train": 1, "validation": 3}[split]
+        is_first = record["step"] == {"train": 1, "validation": 2}[split]
         return record if record["split"] == split and is_first else None
 
     assert "Loss" in page_of(run(name, first)).texts["h3"]
@@ -347,10 +313,10 @@ def run_of(train: Any = (), validation: Any = (), **others: Any) -> Any:
 @pytest.mark.usefixtures("without_figures")
 def test_a_comparison_shows_the_options_that_differ(runs: Path, tmp_path: Path) -> None:
     for name in ("expert_threshold", "expert_choice"):
-        shutil.copytree(runs / name, tmp_path / name / "seed_0")
+        shutil.copytree(runs / RULES[name], tmp_path / name / "seed_0")
     shown = comparison_page(Findings("Two", read_runs(tmp_path), "expert_choice", 0.01), tmp_path)
     table = shown[shown.index("Options that differ</h2>") :]
-    for cells in (["rule.name", "expert_threshold", "expert_choice"], ["rule.warmup_steps", "2", "–"]):
+    for cells in (["rule.name", "expert_threshold", "expert_choice"], ["rule.warmup_steps", "3", "–"]):
         assert "".join(f"<td>{cell}</td>" for cell in cells) in table
     assert "seed" not in table.partition("</table>")[0]
 
