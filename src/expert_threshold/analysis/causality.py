@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..model import GPT
 from ..routing import Routing
 
-STEP = 2.0**-40
-"""The relative error that is tried in float64: thousands of times float64's own, far below what flips a choice."""
 FACTOR = 4
 """The tolerance, in multiples of the largest change under the errors that were tried."""
 LOGITS = ""
@@ -187,9 +185,10 @@ class Probe:
 
     def _measure_tolerance(self) -> float:
         """Return a bound on what rounding changes: 4 × the largest change of a logit when the output of each module is
-        multiplied by 1 ± an error. Nothing that leaks enters, since tokens, batch and shapes stay.
+        off by one unit in the last place: in float64, of float32, since constants may be stored in float32. Nothing
+        that leaks enters, since tokens, batch and shapes stay.
         """
-        step = STEP if self.exact else torch.finfo(self.dtype).eps
+        step = torch.finfo(torch.float32 if self.exact else self.dtype).eps
         generator = torch.Generator().manual_seed(0)
 
         def shake(_module: nn.Module, _inputs: Any, output: Any) -> Any:
