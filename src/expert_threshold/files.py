@@ -44,15 +44,6 @@ def corrupted_file_error(name: str | Path, remedy: str) -> Iterator[None]:
         raise ValueError(f"{name}: damaged ({reason}); {remedy}") from error
 
 
-def sync_folder(path: Path) -> None:
-    """Flush the folder's entries to disk, without which a rename does not survive a power loss."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
 def named(path: Path) -> Iterator[None]:
     """Make an OSError that has no path, as those of failed writes, or a temporary file's, name `path`."""
@@ -62,6 +53,16 @@ def named(path: Path) -> Iterator[None]:
         if error.filename is None or Path(os.fsdecode(error.filename)).name.startswith(TEMPORARY):
             error.filename = str(path)
         raise
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the folder's entries to disk, without which a rename does not survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with named(path):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -33,6 +33,7 @@ def campaign(name: str, count: int, trial: Callable[[random.Random], object]) ->
         except Exception as error:
             error.add_note(f"trial {seed} of {name}; ET_TRIAL={seed} repeats it alone")
             failures.append(error)
+            print(f"trial {seed} of {name} failed: {error}")  # at once, under pytest -s
         done[name] = seed + 1, len(failures)
     if failures:
         raise ExceptionGroup(f"{len(failures)} of {count} trials of {name} failed", failures[:5])

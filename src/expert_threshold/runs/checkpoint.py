@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import TEMPORARY, read_json, sync_folder, to_json, write_synced
+from ..files import TEMPORARY, named, read_json, sync_folder, to_json, write_synced
 
 FORMAT = "expert-threshold checkpoint"
 VERSION = 1
@@ -131,10 +131,10 @@ def begin(parent: Path, step: int) -> Path | None:
 def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> Fingerprints:
     """Write a file for each part. rank: this rank, if several write to the folder at once. May run in any thread."""
     names = []
-    for part, named in tensors.items():
+    for part, content in tensors.items():
         names.append(f"{part}.safetensors" if rank is None else f"{part}_of_rank_{rank}.safetensors")
         assert _FILE_NAME.fullmatch(names[-1]), part
-        _write_tensors(temporary / names[-1], named)
+        _write_tensors(temporary / names[-1], content)
     return {name: _fingerprint(temporary / name) for name in sorted(names)}
 
 
@@ -255,7 +255,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
         if number is None:
             raise OSError(f"{path}: {error}") from error
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    with path.open("rb") as file:
+    with named(path), path.open("rb") as file:
         os.fsync(file.fileno())
 
 
