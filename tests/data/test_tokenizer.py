@@ -65,10 +65,6 @@ def test_a_character_cut_in_two_is_shown_as_replaced(tokenizer: Tokenizer) -> No
     assert tokenizer.decode(list("漢".encode())[:2]) == "\ufffd"
 
 
-def test_merges_shorten_text(tokenizer: Tokenizer) -> None:
-    assert len(tokenizer.encode(TEXT[0])) < 0.6 * len(TEXT[0])
-
-
 def test_the_smallest_vocabulary_is_the_bytes(tokenizer: Tokenizer) -> None:
     assert Tokenizer.train(TEXT, 257).encode("né") == list("né".encode())
 
