@@ -136,21 +136,18 @@ def least_advice(tokens: int, k: int, levels: int) -> int:
     token that only one of them takes: groups that differ in the choice for the latest token add up, groups that differ
     in its score can share labels.
     """
-    sequences = [
-        (scores, [score in sorted(scores)[tokens - k :] for score in scores])
-        for scores in permutations(range(levels), tokens)
-    ]
-    return _labels(sequences, 0)
 
+    def labels(sequences: Sequence[tuple[int, ...]], token: int) -> int:
+        """Return the labels needed for sequences that agree before `token`."""
+        if len(sequences) == 1:
+            return 1
+        groups: dict[int, dict[bool, list[tuple[int, ...]]]] = {}
+        for scores in sequences:
+            taken = scores[token] in sorted(scores)[tokens - k :]
+            groups.setdefault(scores[token], {}).setdefault(taken, []).append(scores)
+        return max(sum(labels(group, token + 1) for group in choices.values()) for choices in groups.values())
 
-def _labels(sequences: Sequence[tuple[tuple[int, ...], list[bool]]], token: int) -> int:
-    """Return the labels needed for sequences that agree before `token`."""
-    if len(sequences) == 1:
-        return 1
-    groups: dict[int, dict[bool, list[tuple[tuple[int, ...], list[bool]]]]] = {}
-    for scores, choice in sequences:
-        groups.setdefault(scores[token], {}).setdefault(choice[token], []).append((scores, choice))
-    return max(sum(_labels(group, token + 1) for group in taken.values()) for taken in groups.values())
+    return labels(list(permutations(range(levels), tokens)), 0)
 
 
 def draw_leakage_bounds(model: MoELayers) -> Figure:
@@ -164,8 +161,8 @@ def draw_leakage_bounds(model: MoELayers) -> Figure:
         "bound G·log₂(E − 1)": ([bound(model)] * len(POOLS), {"color": INK, "linestyle": (0, (4, 1.6))}),
         "if N·log₂ N": (superlinear, {"color": MUTED, "linewidth": 1}),
     }
-    titles = [f"bits per token, {model.layers} layers", "with cutoffs of finite precision"]
-    titles.append("token: choice, encoded in one cutoff")
+    parts = ("with cutoffs of finite precision", "token: choice, encoded in one cutoff")
+    titles = [f"bits per token, {model.layers} layers", *parts]
     key = {name: stroke for name, (_, stroke) in lines.items()}
     figure, every = panels(WIDE, titles, 1.9, columns=3, share=False, key=key)
     for values, stroke in lines.values():

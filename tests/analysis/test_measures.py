@@ -80,12 +80,6 @@ def test_empty_sets_follow_the_papers_conventions(measures: list[Pair], same: fl
         assert measure(empty, some) == measure(some, empty) == 1 - same
 
 
-def test_a_token_empty_in_both_counts_per_token_but_adds_no_edge() -> None:
-    a, b = routed([set(), {0}]), routed([set(), {1}])
-    assert [measure(a, b) for measure in OVERLAPS] == [0, 0, 0.5, 0.5]
-    assert [measure(a, b) for measure in DISTANCES] == [0.5, 0.5]
-
-
 @given(assignments(2))
 def test_measures_are_symmetric_between_0_and_1_and_at_their_best_for_equal_assignments_alone(
     pair: list[Tensor],
