@@ -7,7 +7,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # is ignored.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: help demo test soak sanitize lint clean
+.PHONY: help demo test soak sanitize lint site clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -21,6 +21,7 @@ help:
 	@echo "make test      run the tests; make soak: the campaigns of minutes"
 	@echo "make lint      ruff and mypy"
 	@echo "make sanitize  the kernels' tests under AddressSanitizer; PART=tests/kernels/test_muon.py for some"
+	@echo "make site      the documentation, as pages in site/"
 	@echo "make clean     remove .venv, builds and caches"
 
 # Two workers with one thread each: torch would otherwise start as many threads as there are cores in every worker.
@@ -43,6 +44,9 @@ sanitize: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+site: $(VENV)/.installed-site
+	PYTHONPATH=docs $(BIN)/zensical build --strict --clean
 
 $(VENV): $(BIN)/python
 
@@ -74,6 +78,10 @@ $(VENV)/.installed-soak: $(VENV)/.installed-dev
 	@$(COMPILE)
 	@touch $@
 
+$(VENV)/.installed-site: $(BIN)/python pyproject.toml constraints.txt
+	@$(PIP_INSTALL) -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .cache .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
