@@ -472,6 +472,20 @@ def test_a_local_server_is_not_reached_by_another_name() -> None:
             assert (answer.status, answer.error["code"]) == (403, "unknown_host"), host
 
 
+@pytest.mark.parametrize("origins", [(), ("https://a.example",), ("*",)])
+def test_pages_of_named_origins_may_call_the_api(origins: tuple[str, ...]) -> None:
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    with served(api_key="k", origins=origins) as server:
+        for origin in ("https://a.example", "https://b.example"):
+            allowed = origin if origin in origins else "*" if "*" in origins else None
+            may = ask(server, "/v1/completions", method="OPTIONS", Origin=origin, **asks)
+            body = {"model": "small", "prompt": PROMPT, "max_tokens": 1}
+            answer = ask(server, "/v1/completions", body, Origin=origin, Authorization="Bearer k")
+            assert (may.status == 200) == (allowed is not None)
+            assert may.headers["Access-Control-Allow-Origin"] == allowed
+            assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (200, allowed)
+
+
 # What the operator sees.
 
 
@@ -493,6 +507,10 @@ def test_metrics_count_requests_tokens_and_pairs(model: GPT, tokenizer: Tokenize
     assert numbers['et_requests_total{path="/v1/models/{model}",status="404"}'] == 1
     assert numbers["et_prompt_tokens_total"] == 2 * read
     assert numbers["et_completion_tokens_total"] == 12
+    for name in ("et_time_to_first_token_seconds", "et_completion_seconds"):
+        assert numbers[f'{name}_bucket{{le="+Inf"}}'] == numbers[f"{name}_count"] == 2
+        assert f"# TYPE {name} histogram\n" in answer.text
+    assert 0 < numbers["et_time_to_first_token_seconds_sum"] <= numbers["et_completion_seconds_sum"]
     assert numbers["et_texts_running"] == numbers["et_texts_waiting"] == 0
     # The last token that is written needs no forward.
     ids = [tokenizer.bos, *tokenizer.encode(PROMPT)]

@@ -6,10 +6,12 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import secrets
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -25,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..generate.engine import Engine
 from .completion import Answer, Parser, model_body, require_model, shown
 from .openapi import schema
-from .worker import ApiError, Job, Limits, Worker
+from .worker import ApiError, Job, Limits, Update, Worker
 
 T = TypeVar("T")
 log = logging.getLogger("uvicorn.error")
@@ -38,6 +41,7 @@ def create_app(
     limits: Limits | None = None,
     api_key: str | None = None,
     hosts: Sequence[str] | None = None,
+    origins: Sequence[str] = (),
     routes: Sequence[BaseRoute] = (),
     workers: Sequence[Worker] = (),
     threads: int | None = None,
@@ -46,8 +50,9 @@ def create_app(
 
     api_key: required on every route but /health. hosts: names and addresses (no brackets) that the Host header may
     hold, which keeps other sites' pages from reading a local server through a name that resolves to it; None allows
-    any. routes: further routes behind the same checks; their handlers find the engine's worker and the limits in
-    `service(request)`. workers: of other engines, started and stopped with the app. threads: torch's.
+    any. origins: of other sites' pages that may read answers; "*" admits all. routes: further routes behind the same
+    checks; their handlers find the engine's worker and the limits in `service(request)`. workers: of other engines,
+    started and stopped with the app. threads: torch's.
     """
     limits = limits or Limits()
     worker = Worker(engine, limits.queue, threads)
@@ -79,6 +84,9 @@ def create_app(
     here = Service(worker, name, limits, workers)
     paths = {route.endpoint: route.path_format for route in app.routes if isinstance(route, Route)}
     app.add_middleware(_Gate, api_key=api_key, hosts=hosts, requests=here.requests, paths=paths)
+    if origins:  # around the gate, since browsers ask without the key whether they may send it
+        asked = ["Authorization", "Content-Type"]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=asked)
     app.state.service = here
     return app
 
@@ -93,6 +101,36 @@ class Service:
         self.created = int(time.time())
         self.parser = Parser(self.tokenizer, self.engine.context, name, limits, self.engine.dial)
         self.requests: Counter[tuple[str, int]] = Counter()  # answered, by path and status
+        self.first_token, self.whole = Histogram(), Histogram()  # seconds of completions
+
+    async def timed(self, job: Job) -> AsyncGenerator[Update]:
+        """Yield a job's updates; measure the time to its first token, and to its end if it gets there."""
+        start, waits = time.monotonic(), True
+        async for update in job:
+            if waits and update.steps:
+                self.first_token.add(time.monotonic() - start)
+                waits = False
+            yield update
+        self.whole.add(time.monotonic() - start)
+
+
+class Histogram:
+    """Counts seconds up to each of BOUNDS."""
+
+    BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+    def __init__(self) -> None:
+        self.counts, self.sum = [0] * (len(self.BOUNDS) + 1), 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(self.BOUNDS, seconds)] += 1
+        self.sum += seconds
+
+    def samples(self) -> dict[str, float]:
+        """Return Prometheus's samples by the end of their names, labels included."""
+        counts = zip((*self.BOUNDS, "+Inf"), itertools.accumulate(self.counts), strict=True)
+        buckets = {f'_bucket{{le="{bound}"}}': float(count) for bound, count in counts}
+        return buckets | {"_sum": self.sum, "_count": sum(self.counts)}
 
 
 def service(request: Request) -> Service:
@@ -204,19 +242,21 @@ async def metrics(request: Request) -> Response:
         _metric("routed_tokens_total", "Tokens routed, counted once per MoE layer.", counts.routed),
         _metric("assignments_total", "Token-expert pairs of the routed tokens.", counts.assignments),
         _metric("experts_per_token", "Experts per token and layer, on average so far.", fanout),
+        _metric("time_to_first_token_seconds", "Seconds to the first token of a completion.", here.first_token),
+        _metric("completion_seconds", "Seconds that whole completions took.", here.whole),
     ]
     return Response("".join(lines), media_type="text/plain; version=0.0.4")
 
 
-def _metric(name: str, text: str, value: float | Mapping[str, float]) -> str:
-    """Format one metric, a counter if its name says total. value: a number, or a number for each set of labels."""
-    kind = "counter" if name.endswith("_total") else "gauge"
-    lines = [f"# HELP et_{name} {text}", f"# TYPE et_{name} {kind}"]
-    if isinstance(value, Mapping):
-        lines += [f"et_{name}{{{labels}}} {number}" for labels, number in value.items()]
+def _metric(name: str, text: str, value: float | Mapping[str, float] | Histogram) -> str:
+    """Format one metric, a counter if its name says total. value: a number, one for each set of labels, or many."""
+    if isinstance(value, Histogram):
+        kind, samples = "histogram", value.samples()
     else:
-        lines.append(f"et_{name} {value}")
-    return "\n".join(lines) + "\n"
+        kind = "counter" if name.endswith("_total") else "gauge"
+        samples = {f"{{{k}}}": v for k, v in value.items()} if isinstance(value, Mapping) else {"": value}
+    lines = [f"# HELP et_{name} {text}", f"# TYPE et_{name} {kind}"]
+    return "\n".join([*lines, *(f"et_{name}{end} {number}" for end, number in samples.items())]) + "\n"
 
 
 async def openapi(request: Request) -> Response:
@@ -240,27 +280,27 @@ async def completions(request: Request) -> Response:
     texts = Answer(asked, here.tokenizer)
     job = here.worker.submit(asked.requests)
     if asked.stream:
-        return EventStream(job, _chunks(job, texts), here.limits)
+        return EventStream(job, _chunks(here, job, texts), here.limits)
     with job:
-        return answer(await while_connected(request.receive, _whole(job, texts, here.limits)))
+        return answer(await while_connected(request.receive, _whole(here, job, texts)))
 
 
-async def _whole(job: Job, texts: Answer, limits: Limits) -> dict[str, Any]:
+async def _whole(service: Service, job: Job, texts: Answer) -> dict[str, Any]:
     """Return the response once all texts are finished."""
     try:
-        async with asyncio.timeout(limits.seconds):
-            async for _ in job:
+        async with asyncio.timeout(service.limits.seconds):
+            async for _ in service.timed(job):
                 pass
     except TimeoutError:
-        raise _out_of_time(limits) from None
+        raise _out_of_time(service.limits) from None
     pieces = [c.piece(w.prompt, w.steps, True) for c, w in zip(texts.choices, job.writings, strict=True)]
     return texts.body(pieces) | {"usage": texts.usage()}
 
 
-async def _chunks(job: Job, texts: Answer) -> AsyncGenerator[dict[str, Any]]:
+async def _chunks(service: Service, job: Job, texts: Answer) -> AsyncGenerator[dict[str, Any]]:
     """Yield the response in chunks."""
     usage = {"usage": None} if texts.asked.include_usage else {}
-    async for update in job:
+    async for update in service.timed(job):
         piece = texts.choices[update.text].piece(update.prompt, update.steps, update.finished)
         if piece["text"] or piece["finish_reason"] or (piece["logprobs"] or {}).get("tokens"):
             yield texts.body([piece]) | usage
