@@ -79,6 +79,7 @@ HOMES: dict[str, set[str]] = {
     "transformers": {"integrations/transformers.py"},
     "triton": {"kernels/gpu/cross_entropy.py", "kernels/gpu/experts.py", "routing/radix.py"},
     "uvicorn": {"serve/connections.py"},
+    "wandb": set(),
 }
 ONLY_IN_INTEGRATIONS = {"lm_eval", "transformers"}
 RUNS_CODE_ON_LOAD = {"dill", "joblib", "marshal", "pickle", "shelve"}

@@ -458,7 +458,7 @@ def test_pools_are_checked_without_memory_for_them() -> None:
     ("option", "value"),
     [
         ("steps", 0), ("batch_size", -1), ("accumulation", 1.5), ("log_every", 0), ("eval_every", 0), ("seed", -1),
-        ("keep_checkpoints", 0), ("threads", 0), ("device", "tpu"), ("dtype", "float16"), ("track", "wandb"),
+        ("keep_checkpoints", 0), ("threads", 0), ("device", "tpu"), ("dtype", "float16"), ("track", "mlflow"),
         ("core_every", 0), ("core_max_per_task", 0), ("compile", "yes"),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
-from expert_threshold.train.log import flatten
+from expert_threshold.train.log import PACKAGES, flatten
 
 from .conftest import Start
 from .test_loop import forget_after
@@ -46,7 +46,10 @@ def test_tensorboard_shows_the_metrics_also_of_a_resumed_run(start: Start, tmp_p
         assert values[-1].value == pytest.approx(last["layers"]["1"][name][3])
 
 
-def test_trackio_gets_the_metrics(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("track", ["trackio", "wandb"])
+def test_other_trackers_get_the_metrics(
+    track: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stand-in for the package, with the functions that are called."""
     runs: list[dict[str, Any]] = []
 
@@ -61,10 +64,10 @@ def test_trackio_gets_the_metrics(start: Start, tmp_path: Path, monkeypatch: pyt
         runs.append({"project": project, "lines": [], "finished": False} | options)
         return Run()
 
-    module = ModuleType("trackio")
+    module = ModuleType(track)
     module.init = init  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "trackio", module)
-    start(track="trackio")
+    monkeypatch.setitem(sys.modules, track, module)
+    start(track=track)
     [run] = runs
     assert (run["project"], run["name"], run["finished"]) == ("expert-threshold", "run", True)
     assert run["config"]["train"]["steps"] == 8
@@ -72,12 +75,12 @@ def test_trackio_gets_the_metrics(start: Start, tmp_path: Path, monkeypatch: pyt
     assert [step for step, _ in run["lines"]] == [3, 4, 6, 8, 8]
     assert run["lines"][0][1]["train/layers/1/cutoff/0"] != 0
     forget_after(tmp_path / "run", 4)
-    start(track="trackio", resume=True)
+    start(track=track, resume=True)
     assert runs[1]["resume"] == "allow"
     assert [step for step, _ in runs[1]["lines"]] == [6, 8, 8]
 
 
-@pytest.mark.parametrize(("track", "package"), [("tensorboard", "torch.utils.tensorboard"), ("trackio", "trackio")])
+@pytest.mark.parametrize(("track", "package"), list(PACKAGES.items()))
 def test_a_tracker_that_is_not_installed_is_refused_before_the_text_is_read(
     track: str, package: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

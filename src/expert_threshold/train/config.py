@@ -10,7 +10,7 @@ from ..option import Bounds, Count, option, require_valid
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 CompileName = Literal["auto", "on", "off"]
-TrackerName = Literal["none", "tensorboard", "trackio"]
+TrackerName = Literal["none", "tensorboard", "trackio", "wandb"]
 
 
 @dataclass(frozen=True)

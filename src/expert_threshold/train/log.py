@@ -29,7 +29,11 @@ from .state import Interval, Prepared, TrainState
 
 MAX_SKIPS = 10
 """A run ends after this many skipped steps in a row."""
-PACKAGES: dict[TrackerName, str] = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio"}
+PACKAGES: dict[TrackerName, str] = {
+    "tensorboard": "torch.utils.tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
 PLAIN_INTERVAL = 5.0  # seconds between plain lines about a long task
 
 Title = Callable[[float | None], str]
@@ -237,8 +241,8 @@ def require_tracker(name: TrackerName) -> None:
 def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], step: int) -> Iterator[Track | None]:
     """Open the tracker of that name for a run that continues after `step`; yield None for 'none'.
 
-    TensorBoard's event files go to the run folder; later steps in them are hidden. trackio logs to a run, named like
-    the folder, of the local project `expert-threshold`.
+    TensorBoard's event files go to the run folder; later steps in them are hidden. trackio and W&B log to a run, named
+    like the folder, of the project `expert-threshold`; W&B keeps its files in the folder, too.
     """
     if name == "none":
         yield None
@@ -254,8 +258,12 @@ def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], st
             yield track
         return
     # Folders of the same name in different places are different runs.
-    resume = "allow" if step > 0 else "never"
-    run = package.init("expert-threshold", name=folder.path.name, config=dict(config), resume=resume)
+    options: dict[str, Any] = {"resume": "allow" if step > 0 else "never"}
+    if name == "wandb":
+        options["dir"] = folder.path
+        if (latest := folder.path / "wandb" / "latest-run").exists():  # a link to [offline-]run-DATE-ID
+            options["id"] = latest.resolve().name.rpartition("-")[2]
+    run = package.init(project="expert-threshold", name=folder.path.name, config=dict(config), **options)
     try:
         yield lambda step, values: run.log(dict(values), step=step)
     finally:
