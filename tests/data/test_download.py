@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import http.server
 import importlib
 import io
-import json
 import random
 import sys
-import threading
 import zipfile
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from expert_threshold.data import public
 from expert_threshold.data.public import VARIABLE, cache_folder, download, fetch, require_writable
+from hub import Handler, Server, hub_server, point_at
 
 hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub: pip install -e '.[hub]'")
 hub_constants = importlib.import_module("huggingface_hub.constants")
@@ -30,100 +26,10 @@ CONTENT = random.Random(0).randbytes(300_000)
 SET = "someone/text"
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Serves `files` as the data set SET, and each at /NAME, but first does what `faults` says, one fault a request."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files: dict[str, bytes] = {}
-        self.faults: dict[str, list[str]] = defaultdict(list)
-        self.ranges: dict[str, list[str | None]] = defaultdict(list)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
-
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.server_port}/{name}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
-        self.send_response(code)
-        for name, value in {"Content_Length": str(len(body)), **headers}.items():
-            if value:
-                self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if "/tree/" in path:
-            found = [
-                {"type": "file", "path": name, "oid": "0" * 40, "size": len(content), "lfs": self.large(content)}
-                for name, content in self.server.files.items()
-            ]
-            return self.answer(200, json.dumps(found).encode())
-        name = path.rpartition("/resolve/main/")[2].removeprefix("/")
-        content = self.server.files.get(name)
-        if content is None:
-            return self.answer(404, X_Error_Code="EntryNotFound")
-        facts = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X_Repo_Commit": "0" * 40}
-        if self.command == "HEAD":
-            return self.answer(200, content, **facts)
-        asked = self.headers["Range"]
-        self.server.ranges[name].append(asked)
-        faults = self.server.faults[name]
-        fault = faults.pop(0) if faults else ""
-        if fault.isdigit():
-            return self.answer(int(fault))
-        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
-        body = content[start:]
-        facts["Content_Length"] = str(len(body))
-        if start:
-            facts["Content_Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        if fault == "short":
-            body, self.close_connection = body[: len(body) // 2], True
-        if fault == "no length":
-            facts["Content_Length"], self.close_connection = "", True
-        if fault == "garbled":
-            body = bytes(len(body))
-        return self.answer(206 if start else 200, body, **facts)
-
-    def large(self, content: bytes) -> dict[str, Any] | None:
-        """The record that the hub returns for a large file."""
-        if len(content) < 100:
-            return None
-        return {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 100}
-
-
-def point_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the server at this address for the hub, as with HF_ENDPOINT set."""
-    monkeypatch.setattr(hub_constants, "ENDPOINT", url)
-    monkeypatch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        point_at(server.url("")[:-1], monkeypatch)
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    with hub_server(monkeypatch) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def left_over(folder: Path) -> list[str]:
@@ -198,7 +104,7 @@ def test_without_a_network_there_is_one_clear_line(
 
 def test_without_the_library_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"need huggingface_hub: .*\[hub\]"):
+    with pytest.raises(ValueError, match=r"needs huggingface_hub: .*\[hub\]"):
         download(SET, ["a"], tmp_path)
 
 

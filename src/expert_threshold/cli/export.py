@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..integrations.export import export_run
+from ..integrations.hub import push
 from .options import STEP, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to export.", positional=True, required=True),
     Option("to", str, None, "The folder to make.", required=True),
+    Option("push", str | None, None, "Hub repository to upload the folder to, OWNER/NAME; a new one is private."),
     STEP,
 ]
 DESCRIPTION = (
@@ -24,4 +26,6 @@ def run(arguments: Sequence[str]) -> None:
     folder = export_run(options["run"], options["to"], options["step"])
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 1e6:,.1f} MB")
+    if options["push"] is not None:
+        print(f"pushed to {push(folder, options['push'])}")
     print(f"next: AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)")

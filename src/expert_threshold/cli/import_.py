@@ -8,10 +8,11 @@ from pathlib import Path
 
 from ..install import et
 from ..integrations.export import import_folder
+from ..integrations.hub import PREFIX, model_folder
 from .options import Option, parse
 
 OPTIONS = [
-    Option("folder", str, None, "The folder with the model and its tokenizer.", positional=True, required=True),
+    Option("folder", str, None, "The model's folder, or hub:OWNER/NAME.", positional=True, required=True),
     Option("out", str, "runs/FOLDER", "The run folder to make; it must not exist."),
 ]
 DESCRIPTION = (
@@ -23,8 +24,9 @@ DESCRIPTION = (
 def run(arguments: Sequence[str]) -> None:
     """Make the run folder."""
     options = parse("et import", DESCRIPTION, OPTIONS, arguments)
-    out = options.get("out", str(Path("runs") / Path(options["folder"]).resolve().name))
-    run = import_folder(options["folder"], out)
+    name = options["folder"]
+    out = options.get("out", str(Path("runs") / Path(name.removeprefix(PREFIX)).resolve().name))
+    run = import_folder(model_folder(name), out)
     path = shlex.quote(str(run.path))
     print(f"{run.path}: weights of step {run.latest_checkpoint()}")
     print(f"next: {et()} generate {path}, or {et()} train --init-from {path}")

@@ -23,6 +23,7 @@ from ..files import missing_folders, remove_empty
 from ..full_run import train_run
 from ..generate import printable
 from ..install import et, program
+from ..integrations.hub import run_folder
 from ..option import Count, Minutes
 from ..plan import costs, window
 from ..routing import rule_name
@@ -51,8 +52,8 @@ OPTIONS = [
         "init_from",
         str,
         None,
-        "Run whose model, weights and tokenizer to start with. Cutoffs or biases are kept; warmup and decay fit the "
-        "new run.",
+        "Run whose model, weights and tokenizer to start with, or hub:OWNER/NAME, an export on the Hugging Face hub. "
+        "Cutoffs or biases are kept; warmup and decay fit the new run.",
     ),
     Option(
         "continue_warmup",
@@ -111,6 +112,8 @@ def _failure(error: BaseException) -> Failure:
 def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[RunFolder]) -> None:
     """Train; append the run's folder to `folders` once it is known."""
     given = parse_run("et train", "Train a language model into a run folder, or resume one.", OPTIONS, arguments)
+    if "init_from" in given:
+        given["init_from"] = from_main(rendezvous, lambda: run_folder(given["init_from"]))
     processes = given.pop("nproc", None)
     if processes not in (None, 1) and rendezvous is None:  # this process is not a launched rank itself
         _launch(arguments, given, processes)

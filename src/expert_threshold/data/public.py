@@ -77,7 +77,7 @@ class Remote(NamedTuple):
 
 def list_files(dataset: str) -> dict[str, Remote]:
     """Return the files of a data set, by path. Raises ValueError as `download` does."""
-    with _hub_errors(dataset) as hub:
+    with hub_errors(dataset) as hub:
         entries = hub.HfApi().list_repo_tree(dataset, recursive=True, repo_type="dataset")
         files = [entry for entry in entries if hasattr(entry, "size")]  # the others are folders
     return {file.path: Remote(file.size, file.lfs.sha256 if file.lfs else None) for file in files}
@@ -99,7 +99,7 @@ def download(dataset: str, names: Sequence[str], folder: Path, progress: Progres
     done, total = 0, max(sum(listed[name].size for name in missing), 1)
     incomplete = folder / ".incomplete"
     for name in missing:
-        with _hub_errors(dataset) as hub:
+        with hub_errors(dataset) as hub:
             bar = _bar(hub, progress, done, total)
             part = Path(
                 hub.HfApi().hf_hub_download(dataset, name, repo_type="dataset", local_dir=incomplete, tqdm_class=bar)
@@ -142,13 +142,13 @@ def _check(part: Path, dataset: str, sha256: str | None) -> None:
 
 
 @contextmanager
-def _hub_errors(dataset: str) -> Iterator[Any]:
+def hub_errors(name: str, what: str = "downloaded from") -> Iterator[Any]:
     """Yield huggingface_hub, and turn its errors, which share no base class, into a ValueError."""
     try:
         import huggingface_hub as hub
         import huggingface_hub.utils
     except ImportError:
-        raise ValueError(f"downloads from the Hugging Face hub need huggingface_hub: {install('hub')}") from None
+        raise ValueError(f"the Hugging Face hub needs huggingface_hub: {install('hub')}") from None
     try:
         yield hub
     except Exception as error:
@@ -156,8 +156,8 @@ def _hub_errors(dataset: str) -> Iterator[Any]:
             raise
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(
-            f"{dataset} cannot be downloaded from the Hugging Face hub ({reason}): check its name and the network, and "
-            "try again; a data set that asks for consent needs your token in HF_TOKEN"
+            f"{name} cannot be {what} the Hugging Face hub ({reason}): check its name and the network, and try again; "
+            "what is private or asks for consent needs your token in HF_TOKEN"
         ) from error
 
 
