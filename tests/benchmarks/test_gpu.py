@@ -25,6 +25,7 @@ from benchmarks.gpu.setting import Case, NotRunError, OutOfTimeError, Setting, c
 from benchmarks.gpu.stages import STAGES, summarise
 
 from cases import no_waiting
+from expert_threshold.runs import RunFolder
 
 pytestmark = pytest.mark.timeout(1500)
 MINUTES = "30"  # the machine that tests may be a busy one
@@ -82,6 +83,7 @@ def test_a_dry_run_ends_well_with_a_summary_of_one_screen(dry: Dry) -> None:
     assert dry.code == 0, dry.output
     text = (dry.out / "SUMMARY.md").read_text(encoding="utf-8")
     assert text in dry.output
+    assert dry.output.splitlines()[: len(missing())] == missing()  # what is missing comes first
     assert len(text.splitlines()) < 70
     for stage in dry.stages:
         assert f"## {stage}: " in text
@@ -110,13 +112,19 @@ def test_what_is_worth_keeping_fits_eight_flat_files(dry: Dry) -> None:
     assert not any("checkpoints" in name for name in names)
 
 
-def test_a_step_is_timed_with_each_dispatch_and_without_its_optimizer(dry: Dry) -> None:
-    rows = dry.cases("step")
-    assert {"tiny dense auto eager", "tiny expert_threshold static eager"} <= rows.keys()
-    for row in rows.values():
-        assert row["batch_ms"] == pytest.approx(
-            step.BATCH // row["tokens"] * row["forward_backward_ms"] + row["optimizer_ms"], rel=0.01
-        )
+def test_each_stage_measures_what_it_is_for(dry: Dry) -> None:
+    rows = [each for row in dry.cases("layer").values() for each in row.get("contestants", [])]
+    timed = {row["contestant"] for row in rows if row["status"] == "timed"}
+    assert {"dense", "plain grouped_mm", "ours grouped", "ours static"} <= timed
+    steps = dry.cases("step")
+    assert {"tiny dense auto eager", "tiny expert_threshold static eager"} <= steps.keys()
+    for row in steps.values():
+        batch = step.BATCH // row["tokens"] * row["forward_backward_ms"] + row["optimizer_ms"]
+        assert row["batch_ms"] == pytest.approx(batch, rel=0.01)
+    (row,) = dry.cases("training").values()
+    assert {run["method"] for run in row["runs"]} == {"dense", "expert_threshold"}
+    for run in row["runs"]:
+        assert RunFolder.open(dry.out / "training" / run["method"] / "seed_0").latest_checkpoint() == 2
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("capture")])
@@ -193,12 +201,6 @@ def test_tests_run_without_pytest_timeout() -> None:
     subprocess.run([sys.executable, "-m", "pytest", *options, "tests/test_install.py"], cwd=ROOT, check=True)
 
 
-def test_contestants_of_the_layer_are_timed(dry: Dry) -> None:
-    rows = [each for row in dry.cases("layer").values() for each in row.get("contestants", [])]
-    timed = [row for row in rows if row["status"] == "timed"]
-    assert {"dense", "plain grouped_mm", "ours grouped", "ours static"} <= {row["contestant"] for row in timed}
-
-
 def test_ctrl_c_loses_nothing_and_the_next_call_goes_on_at_the_case_that_is_missing(dry: Dry) -> None:
     assert dry.first_code == 130, dry.first_output
     assert "to go on where it stopped" in dry.first_output
@@ -210,20 +212,6 @@ def test_ctrl_c_loses_nothing_and_the_next_call_goes_on_at_the_case_that_is_miss
         assert done
         assert {case: dry.cases(name)[case] for case in done} == done  # seconds and all: none was run again
     assert len(dry.cases("parts")) > len(dry.before["parts"].cases)
-
-
-def test_runs_are_folders_that_the_package_reads(dry: Dry) -> None:
-    from expert_threshold.runs import RunFolder
-
-    (row,) = dry.cases("training").values()
-    assert {run["method"] for run in row["runs"]} == {"dense", "expert_threshold"}
-    for run in row["runs"]:
-        assert RunFolder.open(dry.out / "training" / run["method"] / "seed_0").latest_checkpoint() == 2
-
-
-def test_what_is_missing_is_told_first(dry: Dry) -> None:
-    told = dry.output.splitlines()[: len(missing())]
-    assert told == missing()
 
 
 @pytest.mark.parametrize(
