@@ -11,12 +11,12 @@ from expert_threshold import config, recipes
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.model.attention import norm, rotary
 from expert_threshold.moe.router import Router
-from expert_threshold.optim import RELEASE, OptimConfig, muon, orthogonalize
+from expert_threshold.optim import RELEASE, OptimConfig, groups, muon, orthogonalize
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice, cutoffs, expert_threshold
 
 EXPERTS = {"num_experts": 16, "experts_per_token": 1}
-ADAMW = {"betas": (0.9, 0.95), "embed_betas": None, "head_betas": None, "eps": 1e-10, "adamw_warmup_steps": 250}
-MOMENTUM = {"momentum": 0.95, "momentum_start": 0.85, "momentum_warmup_steps": 300, "ns_steps": 5}
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-10, "adamw_warmup_steps": 250}
+MOMENTUM = {"momentum": 0.95, "momentum_warmup_steps": 300, "ns_steps": 5}
 PLAIN = {
     "orthogonalizer": "newton_schulz",
     "equilibrate": None,
@@ -27,13 +27,13 @@ PLAIN = {
     "momentum_end": None,
 }
 RATES = {"matrix_lr": 0.02, "embed_lr": 0.2, "head_lr": 0.004, "router_lr": None, "router_optimizer": "muon"}
-SCHEDULE = {"schedule": "linear", "min_lr_ratio": 0.1, "clip": None, "scale_muon": True}
+SCHEDULE = {"cooldown": 1.0, "min_lr_ratio": 0.1, "clip": None, "scale_muon": True}
 OF_RELEASE = {
     "router_lr": 0.004,
     "router_optimizer": "adamw",
     "betas": (0.8, 0.95),
     "adamw_warmup_steps": 0,
-    "schedule": "warmup_stable_decay",
+    "cooldown": 0.2,
     "min_lr_ratio": 0.0,
     "clip": 1.0,
     "scale_muon": False,
@@ -46,6 +46,7 @@ HEAD = {"softcap": 15.0, "gate_norm": None, "z_loss": None}
 STATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizers": (OptimConfig(), RATES | SCHEDULE | ADAMW | MOMENTUM | PLAIN),
     "optimizers of the release": (RELEASE, RATES | SCHEDULE | ADAMW | MOMENTUM | PLAIN | OF_RELEASE),
+    "momentum": (groups, {"MOMENTUM_START": 0.85}),
     "iteration": (muon, {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "EPS": 1e-7}),
     "expert threshold": (
         ExpertThreshold(),

@@ -13,7 +13,7 @@ from .data import DataConfig
 from .data.public import FINEWEB_EDU
 from .model import PRESETS, GPTConfig
 from .optim import OptimConfig
-from .option import allows, did_you_mean, kinds_of, parse_value, require_kind
+from .option import convert, did_you_mean, kinds_of
 from .recipes import RECIPES, in_proportion, intervals
 from .routing import DENSE, RULES, Rule, option_names, require_option, rule_from_dict
 from .train import TrainConfig
@@ -84,12 +84,12 @@ class RunConfig:
         for section in SECTIONS:
             if section not in record:
                 raise ValueError(f"configuration has no section {section!r}; name the config.json of a run")
-        by_path(record)
+        found = {section: in_section(by_path(record), section) for section in SECTIONS}
         return cls(
-            model=GPTConfig.from_dict(record),
-            data=DataConfig(**record["data"]),
-            optim=OptimConfig(**record["optim"]),
-            train=TrainConfig(**record["train"]),
+            model=GPTConfig.from_dict(found),
+            data=DataConfig(**found["data"]),
+            optim=OptimConfig(**found["optim"]),
+            train=TrainConfig(**found["train"]),
         )
 
 
@@ -102,21 +102,11 @@ KINDS = {
     if field.metadata
 }
 """The type of every option by path, but for the rule's, which depend on the rule."""
-
-# The other entries of config.json: facts of that run, which have no effect on another.
 FACTS = (
-    "format",
-    "version",
-    "corpus",
-    "machine",
-    "versions",
-    "compiled",
-    "kernels",
-    "init_from",
-    "continue_warmup",
-    "time",
-    "command",
-)
+    "format", "version", "corpus", "machine", "versions", "compiled", "kernels", "init_from", "continue_warmup",
+    "time", "command",
+)  # fmt: skip
+"""The other entries of config.json: facts of that run, which have no effect on another."""
 
 
 def by_path(record: Options) -> dict[str, Any]:
@@ -155,30 +145,22 @@ def kinds(rule: str = DENSE) -> dict[str, Any]:
 
 
 def typed(options: Options, rule: str | None = None) -> dict[str, Any]:
-    """Return options by path with text parsed. Raises ValueError for one that is unknown or invalid.
+    """Return options by path with text read. Raises ValueError for one that is unknown or invalid.
 
     rule: whose options are meant; None leaves the rule's options as they are.
     """
     known, found = kinds(DENSE if rule is None else rule), dict(options)
     for path, value in options.items():
-        if path not in known and not path.startswith("rule."):
+        if path in known:
+            try:
+                found[path] = convert(known[path], value)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+        elif not path.startswith("rule."):
             raise ValueError(f"option {path} is unknown; {did_you_mean(path, KINDS, 'see et train --help-all')}")
-        if path not in known and rule is not None:
+        elif rule is not None:
             require_option(rule, path.removeprefix("rule."))
-        if path in known and not allows(known[path], value):
-            found[path] = _parsed(path, value, known[path])
     return found
-
-
-def _parsed(path: str, value: Any, kind: Any) -> Any:
-    if isinstance(value, float) and value.is_integer() and allows(kind, int(value)):
-        return int(value)  # another rule's option of the same name may be any number
-    if not isinstance(value, str):
-        require_kind(path, value, kind)
-    try:
-        return parse_value(kind, value)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def merged(*layers: Options) -> dict[str, Any]:

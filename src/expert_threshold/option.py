@@ -1,15 +1,15 @@
-"""Options of configuration records: dataclass fields with a help text and bounds, read from text and checked."""
+"""Options: dataclass fields with a help text, whose types carry their bounds. Values are checked and read from text."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
+from operator import ge, gt, le, lt
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -26,18 +26,18 @@ class Bounds(NamedTuple):
 
     def hold(self, value: float) -> bool:
         """Return True if the value is within the bounds."""
-        tests = zip((operator.ge, operator.gt, operator.le, operator.lt), self, strict=True)
+        tests = zip((ge, gt, le, lt), self, strict=True)
         return all(bound is None or test(value, bound) for test, bound in tests)
 
     def __str__(self) -> str:
         words = zip(("of at least", "above", "at most", "below"), self, strict=True)
-        return " and ".join(f"{word} {bound}" for word, bound in words if bound is not None)
+        return " and ".join(f"{word} {bound:,}" for word, bound in words if bound is not None)
 
 
 Count = Annotated[int, Bounds(least=1)]
 NonNegativeInt = Annotated[int, Bounds(least=0)]
 Positive = Annotated[float, Bounds(above=0)]
-Minutes = Annotated[float, Bounds(above=0, below=1e7)]
+Minutes = Annotated[float, Bounds(above=0, below=10**7)]
 NonNegative = Annotated[float, Bounds(least=0)]
 Decay = Annotated[float, Bounds(least=0, below=1)]
 """The share of the old value that a running mean keeps."""
@@ -49,104 +49,96 @@ def option(default: T, help: str) -> T:
     return field(default=default, metadata={"help": help})
 
 
-def require_valid(record: type, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first of a record's options that is unknown, of the wrong type or out of bounds.
-
-    Fields that are not made by `option` may have any value.
-    """
-    kinds, known = kinds_of(record), {field.name: field for field in fields(record)}
-    for name, value in values.items():
-        if name not in known:
-            raise ValueError(f"option {name!r} is unknown; {did_you_mean(name, known)}")
-        if known[name].metadata:
-            require_kind(name, value, kinds[name])
-
-
-def require_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless the type of the option `name`, with its bounds, allows the value."""
-    if not allows(kind, value):
-        raise ValueError(f"{name}={value!r} must be {describe(kind)}")
-
-
 @functools.cache
 def kinds_of(record: type) -> dict[str, Any]:
     """Return the types of a record's fields, with their bounds."""
     return get_type_hints(record, include_extras=True)
 
 
-def alternatives(kind: Any) -> tuple[Any, ...]:
-    """Return the types and literal values that a field's type allows, each once, literals first: `Literal["a"] | int`
-    gives ("a", int).
+def require_valid(record: type, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first of a record's options that is unknown, of the wrong type or out of bounds.
+
+    Fields that are not made by `option` may have any value.
     """
-    if get_origin(kind) is Literal:
-        return get_args(kind)
+    known = {field.name: field for field in fields(record)}
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"option {name!r} is unknown; {did_you_mean(name, known)}")
+        if known[name].metadata:
+            require_kind(name, value, kinds_of(record)[name])
+
+
+def require_kind(name: str, value: Any, kind: Any) -> None:
+    """Raise ValueError unless the type of the option `name`, with its bounds, allows the value."""
+    if not any(_allows(plain, bounds, value) for plain, bounds in alternatives(kind)):
+        raise ValueError(f"{name}={value!r} must be {describe(kind)}")
+
+
+def alternatives(kind: Any) -> list[tuple[Any, Bounds]]:
+    """Return the types and literal values that a field's type allows, each with its bounds: `Literal["a"] | Count`
+    gives ("a", Bounds()) and (int, Bounds(least=1)).
+    """
     if get_origin(kind) in (Union, UnionType):
-        found = [alternative for part in get_args(kind) for alternative in alternatives(part)]
-        return tuple(sorted(dict.fromkeys(found), key=lambda alternative: not isinstance(alternative, str)))
-    return (kind,)
-
-
-def bare(alternative: Any) -> tuple[Any, Bounds]:
-    """Return a type without its bounds, and the bounds."""
-    if get_origin(alternative) is Annotated:
-        return get_args(alternative)
-    return alternative, Bounds()
+        return [each for part in get_args(kind) for each in alternatives(part)]
+    if get_origin(kind) is Literal:
+        return [(name, Bounds()) for name in get_args(kind)]
+    return [get_args(kind) if get_origin(kind) is Annotated else (kind, Bounds())]
 
 
 def describe(kind: Any) -> str:
     """Return a field's type in words."""
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "none"}
     parts = []
-    for plain, bounds in map(bare, alternatives(kind)):
+    for plain, bounds in alternatives(kind):
         if get_origin(plain) is tuple:
-            within = f", each {bounds}" if str(bounds := bare(get_args(plain)[0])[1]) else ""
-            parts.append(f"{len(get_args(plain))} numbers such as {','.join('0.9' for _ in get_args(plain))}{within}")
+            kinds = get_args(plain)
+            within = f"{len(kinds)} numbers {alternatives(kinds[0])[0][1]}".rstrip()
+            parts.append(f"{within} such as {','.join('0.9' for _ in kinds)}")
         else:
             parts.append(f"{words.get(plain, plain)} {bounds}".rstrip())
-    return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    comma = "," if any(" and " in part for part in parts[:-1]) else ""
+    return f"{comma} or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
-def allows(kind: Any, value: Any) -> bool:
-    """Return True if a field's type, with its bounds, allows the value; no text may be empty, no number infinite."""
-    return any(_allows(alternative, value) for alternative in alternatives(kind))
+def _allows(plain: Any, bounds: Bounds, value: Any) -> bool:
+    """Return True if the value is of this type and within the bounds; no text may be empty, no number infinite."""
+    if isinstance(plain, str):
+        return bool(value == plain)
+    if get_origin(plain) is tuple:
+        kinds = [alternatives(kind)[0] for kind in get_args(plain)]
+        fits = isinstance(value, list | tuple) and len(value) == len(kinds)
+        return fits and all(_allows(*kind, each) for kind, each in zip(kinds, value, strict=True))
+    if plain in (int, float) and not isinstance(value, bool):
+        number: Any = Integral if plain is int else Real
+        largest = sys.maxsize if plain is int else sys.float_info.max
+        return isinstance(value, number) and abs(value) <= largest and bounds.hold(value)
+    return type(value) is plain and value != ""
 
 
-def _allows(alternative: Any, value: Any) -> bool:
-    kind, bounds = bare(alternative)
-    if isinstance(kind, str):
-        return bool(value == kind)
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        return isinstance(value, list | tuple) and len(value) == len(kinds) and all(map(_allows, kinds, value))
-    if kind in (int, float):
-        number: Any = Integral if kind is int else Real
-        largest = sys.maxsize if kind is int else sys.float_info.max
-        return (
-            isinstance(value, number) and not isinstance(value, bool) and abs(value) <= largest and bounds.hold(value)
-        )
-    return type(value) is kind and value != ""
+def convert(kind: Any, value: Any) -> Any:
+    """Return the value of a field's type that a value of a file is, or that text, typed or of a file, stands for.
 
-
-WORDS = {"none": None, "true": True, "false": False}
-
-
-def parse_value(kind: Any, text: str) -> Any:
-    """Return the value of a field's type that the text, as typed, stands for. Raises ValueError if there is none."""
-    for alternative in sorted(alternatives(kind), key=lambda alternative: alternative is str):  # any text is a str
-        plain = bare(alternative)[0]
-        value: Any = text
+    Raises ValueError if there is none.
+    """
+    for plain, bounds in sorted(alternatives(kind), key=lambda each: each[0] is str):  # any text is a str
         with contextlib.suppress(ValueError):
-            if plain in (int, float):
-                value = plain(text)
-            elif plain in (bool, type(None)):
-                value = WORDS.get(text.lower(), text)
-            elif get_origin(plain) is tuple:
-                parts = zip(get_args(plain), text.split(","), strict=True)
-                value = tuple(parse_value(part, each) for part, each in parts)
-        if _allows(alternative, value):
-            return value
-    near = did_you_mean(text, map(str, alternatives(kind)), otherwise="")
-    raise ValueError(f"expected {describe(kind)}, not {text}{near and f'; {near}'}")
+            found = _read(plain, value)
+            if _allows(plain, bounds, found):
+                return found
+    near = did_you_mean(str(value), [name for name, _ in alternatives(kind) if isinstance(name, str)], otherwise="")
+    raise ValueError(f"expected {describe(kind)}, not {value}{near and f'; {near}'}")
+
+
+def _read(plain: Any, value: Any) -> Any:
+    if plain is int and isinstance(value, float) and value.is_integer():
+        return int(value)  # another rule's option of the same name may be any number
+    if not isinstance(value, str):
+        return value
+    if plain in (int, float):
+        return plain(value)
+    if plain in (bool, type(None)):
+        return {"none": None, "true": True, "false": False}.get(value.lower(), value)
+    return tuple(map(float, value.split(","))) if get_origin(plain) is tuple else value
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:

@@ -170,9 +170,7 @@ def test_a_data_set_of_the_hub_is_downloaded_into_a_folder_to_train_on(
     assert open_source(str(folder)).bytes > 0
 
 
-def test_damaged_shards_are_skipped_while_a_tokenizer_is_trained(
-    small: Options, refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_shards_are_refused_by_name(small: Options, refused: Refused, tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "text")
     damaged = shards / "shard_0.parquet"
     damaged.write_bytes(damaged.read_bytes()[:4] + bytes(60) + damaged.read_bytes()[64:])
@@ -180,11 +178,6 @@ def test_damaged_shards_are_skipped_while_a_tokenizer_is_trained(
     train = ["train", *small, "--data", shards, "--steps", 1, "--out", tmp_path / "run"]
     for command in (make, train):
         refused(command, f"{damaged} is damaged")
-    assert et(*make, "--skip-damaged") == 0
-    assert f"skipped: {damaged} is damaged" in capsys.readouterr().err
-    (shards / "tokenizer.json").unlink()
-    assert et(*train, "--data.skip-damaged") == 0
-    assert f"skipped: {damaged} is damaged" in capsys.readouterr().out
 
 
 def test_the_eval_bundle_is_found_by_evaluate(

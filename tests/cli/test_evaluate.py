@@ -362,11 +362,11 @@ def test_results_of_another_model_are_forgotten(name: str, runs: Path) -> None:
 
 
 def test_results_of_other_options_of_the_model_are_not_its_own(runs: Path) -> None:
-    """The same weights with another softcap had the same name."""
+    """The same weights with another scale of queries had the same name."""
     model, tokenizer = load_model(runs / "threshold")
     names = []
-    for softcap in (15.0, 30.0):
-        model.config = replace(model.config, softcap=softcap)
+    for scale in (1.0, 2.0):
+        model.config = replace(model.config, qk_scale=scale)
         names.append(results.Results(runs / "threshold", model, tokenizer, 2).read()["weights"])
     assert names[0] != names[1]
 

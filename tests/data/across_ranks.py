@@ -52,11 +52,6 @@ def check_faults(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
     loader = Loader(Parts(damaged=True), 2, 5, seed=1, rank=rank, ranks=ranks, group=group)
     with pytest.raises(ValueError, match=r"^part 19 is damaged: größer$"):
         list(batches(loader, 40))
-    skipping = Loader(Parts(damaged=True), 2, 5, seed=1, rank=rank, ranks=ranks, group=group, skip_damaged=True)
-    alone = Loader(Parts(damaged=True), 2 * ranks, 5, seed=1, skip_damaged=True)
-    for theirs, ours in zip(batches(alone, 40), batches(skipping, 40), strict=True):
-        torch.testing.assert_close(ours, theirs[:, 2 * rank : 2 * rank + 2], rtol=0, atol=0)
-    assert skipping.take_skipped() == alone.take_skipped() != [], "every rank reports what any of them skipped"
 
 
 def main() -> None:

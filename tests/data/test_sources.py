@@ -112,9 +112,6 @@ def test_every_document_is_in_one_split_and_about_a_twentieth_in_validation(sour
     assert corpus.sizes["validation"] == (len(validation), sum(len(text.encode()) for text in validation))
     assert corpus.bytes == sum(len(text.encode()) for text in TEXTS)
     assert list(corpus.documents("train")) == train
-    half = open_source(str(source), validation_fraction=0.5)
-    assert 70 < half.sizes["validation"].documents < 130
-    assert set(validation) < set(half.documents("validation"))
 
 
 def test_the_hash_follows_names_contents_and_the_split_but_not_the_place(source: Path, tmp_path: Path) -> None:
@@ -124,7 +121,6 @@ def test_the_hash_follows_names_contents_and_the_split_but_not_the_place(source:
     assert open_source(str(tmp_path / "other.jsonl")).hash != other
     before = open_source(str(source)).hash
     assert open_source(str(source)).hash == before
-    assert open_source(str(source), validation_fraction=0.5).hash != before
     (tmp_path / "elsewhere").mkdir()
     moved = source.rename(tmp_path / "elsewhere" / source.name)
     assert open_source(str(moved)).hash == before
@@ -137,7 +133,7 @@ def test_the_hash_follows_names_contents_and_the_split_but_not_the_place(source:
 def test_equal_documents_are_on_one_side_of_the_split_and_two_are_enough(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_jsonl(path, TEXTS * 3)
-    corpus = open_source(str(path), validation_fraction=0.5)
+    corpus = open_source(str(path))
     assert not set(corpus.documents("train")) & set(corpus.documents("validation"))
     write_jsonl(path, ["one", "two"])
     corpus = open_source(str(path))
@@ -424,8 +420,7 @@ def test_an_error_of_the_system_stays_one(source: Path, monkeypatch: pytest.Monk
     ("options", "problem"),
     [
         ({"source": ""}, "source='' must be text"),
-        ({"validation_fraction": 0.0}, "validation_fraction=0.0 must be a number above 0 and below 1"),
-        ({"validation_fraction": float("nan")}, "validation_fraction=nan must be a number above 0 and below 1"),
+        ({"text_field": ""}, "text_field='' must be text"),
     ],
 )
 def test_nonsense_options_are_refused(options: dict[str, str | float], problem: str) -> None:

@@ -291,37 +291,10 @@ def test_damaged_shards_are_named_in_one_line(tmp_path: Path) -> None:
     bad = damage(folder)
     reasons = ["is damaged or no Parquet file", "is damaged or no Parquet file", "has no documents", "has no column"]
     for path, reason in zip(bad.values(), reasons, strict=False):
-        with pytest.raises(ValueError, match=rf"^{path} {reason}.*; or skip such shards with --data.skip-damaged$"):
+        with pytest.raises(ValueError, match=rf"^{path} {reason}"):
             open_source(str(folder))
         path.unlink()
     open_source(str(folder))
-
-
-def test_damaged_shards_and_row_groups_are_skipped_and_reported_on_request(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    folder = write_shards(tmp_path / "shards")
-    bad = damage(folder)
-    corpus = open_source(str(folder), skip_damaged=True)
-    assert [line.split(" ")[0] for line in corpus.skipped] == [str(path) for path in list(bad.values())[:4]]
-    assert list(corpus.documents("train")) == TEXTS[:60] + TEXTS[76:180]  # as a tokenizer is trained
-    assert corpus.skipped[4].startswith(f"{bad['shard_1']} is damaged")
-    parts = parts_of(corpus, tokenizer)
-    with pytest.raises(ValueError, match=rf"^{bad['shard_1']} is damaged or no Parquet file"):
-        epoch_of(Loader(parts, 1, 32, seed=0), 0)
-    loader = Loader(parts, 1, 32, seed=0, skip_damaged=True)
-    seen = Counter(epoch_of(loader, 0))
-    (line,) = loader.take_skipped()
-    assert line.startswith(f"{bad['shard_1']} is damaged")
-    assert loader.take_skipped() == []
-    assert sum(seen.values()) == sum(len(tokenizer.encode(text)) + 1 for text in TEXTS[:60] + TEXTS[76:180])
-
-
-def test_a_damaged_validation_shard_is_never_skipped(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "shards")
-    (folder / "shard_3.parquet").write_bytes(b"no Parquet")
-    with pytest.raises(ValueError, match=r"shard_3.parquet is damaged or no Parquet file \(.*\): download or write it"):
-        open_source(str(folder), skip_damaged=True)
 
 
 def test_fineweb_edu_opens_the_downloaded_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +316,9 @@ def test_fineweb_edu_opens_the_downloaded_shards(tmp_path: Path, monkeypatch: py
 # Tokens on disk.
 
 
-def tokenized(corpus: Corpus, tokenizer: Tokenizer, folder: Path, **options: Any) -> list[str]:
+def tokenized(corpus: Corpus, tokenizer: Tokenizer, folder: Path, **options: Any) -> None:
     assert corpus.parts is not None
-    return write_tokens(
+    write_tokens(
         folder,
         {split: corpus.parts(split, tokenizer) for split in corpus.sizes},
         tokenizer,
@@ -356,7 +329,7 @@ def tokenized(corpus: Corpus, tokenizer: Tokenizer, folder: Path, **options: Any
 
 def test_tokens_on_disk_give_the_same_batches_as_their_shards(tmp_path: Path, tokenizer: Tokenizer) -> None:
     corpus = open_source(str(write_shards(tmp_path / "shards")))
-    assert tokenized(corpus, tokenizer, tmp_path / "tokens") == []
+    tokenized(corpus, tokenizer, tmp_path / "tokens")
     stored = open_source(str(tmp_path / "tokens"))
     assert (stored.hash, stored.sizes) == (corpus.hash, corpus.sizes)
     assert stored.tokenizer is not None
@@ -422,22 +395,6 @@ def test_a_folder_of_other_tokens_is_left_alone(tmp_path: Path, tokenizer: Token
     assert stored.parts is not None
     with pytest.raises(ValueError, match=r"holds tokens of another tokenizer than this run's: give the text itself"):
         stored.parts("train", Tokenizer.train(TEXTS, 290))
-
-
-def test_a_damaged_part_is_recorded_as_such_and_skipped_as_in_its_shard(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    folder = write_shards(tmp_path / "shards")
-    damage(folder)
-    corpus = open_source(str(folder), skip_damaged=True)
-    with pytest.raises(ValueError, match=r"shard_1.parquet is damaged"):
-        tokenized(corpus, tokenizer, tmp_path / "not")
-    (line,) = tokenized(corpus, tokenizer, tmp_path / "tokens", skip_damaged=True)
-    assert "shard_1.parquet is damaged" in line
-    stored = open_source(str(tmp_path / "tokens"))
-    assert stored.parts is not None
-    mapped = Loader(stored.parts("train", tokenizer), 2, 32, seed=5, skip_damaged=True)
-    for batch in islice(Loader(parts_of(corpus, tokenizer), 2, 32, seed=5, skip_damaged=True), 60):
-        assert_equal(next(mapped), batch)
-    assert mapped.take_skipped() == [line]
 
 
 def test_damaged_token_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:

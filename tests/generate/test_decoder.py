@@ -28,12 +28,12 @@ both_ways = pytest.mark.usefixtures("by")
 # A value for each of the model's options that is neither a switch nor a choice; sizes that fill no vector.
 VALUES: dict[str, Any] = {
     "vocab_size": 271, "context": 48, "layers": 3, "d_model": 44, "heads": 1, "kv_heads": 1, "d_expert": 19,
-    "d_feed_forward": 51, "shared_experts": 2, "dense_layers": 0, "softcap": None, "z_loss": 0.1, "qk_scale": 1.2,
+    "d_feed_forward": 51, "shared_experts": 2, "dense_layers": 0, "z_loss": 0.1, "qk_scale": 1.2,
     "rotary_base": 100_000.0, "windows": "SSL", "short_window": 3, "dispatch": "reference",
 }  # fmt: skip
 NEEDED: dict[str, dict[str, Any]] = {"heads": {"kv_heads": 1}, "short_window": {"windows": "SL"}}
 ODD = {name: VALUES[name] for name in ("vocab_size", "d_model", "kv_heads", "d_expert", "d_feed_forward")}
-SWIGLU = ODD | {"activation": "swiglu", "shared_experts": 0, "softcap": None}
+SWIGLU = ODD | {"activation": "swiglu", "shared_experts": 0}
 
 
 def options() -> Iterator[tuple[str, Rule | None, dict[str, Any]]]:

@@ -19,7 +19,7 @@ from expert_threshold.routing import Rule
 from expert_threshold.runs import RunFolder, load_model
 
 OPTIONS = {
-    "swiglu": {"activation": "swiglu", "shared_experts": 0, "softcap": None},
+    "swiglu": {"activation": "swiglu", "shared_experts": 0},
     "trunk": {**TRUNKS["nanochat"], "short_window": 5},
     "grouped_query": {"kv_heads": 1, "gate_norm": "fanout", "z_loss": 0.1, "dense_layers": 0},
 }

@@ -45,7 +45,7 @@ TABLE: dict[str, tuple[Rule | None, dict[str, Any]]] = {
     for name, rule, options in (
         ("expert_threshold", RULES["expert_threshold"], {}),
         ("expert_choice", RULES["expert_choice"], {"gate_norm": "fanout", "dense_layers": 0}),
-        ("token_choice", RULES["token_choice"], {"activation": "swiglu", "shared_experts": 0, "softcap": None}),
+        ("token_choice", RULES["token_choice"], {"activation": "swiglu", "shared_experts": 0}),
         ("foreign", MinP(4, 2), {}),
     )
 }

@@ -28,7 +28,7 @@ RULES: dict[str, Rule | None] = TRAINED | {
 }
 FEW = ("dense", "token_choice_aux", "expert_choice_sequence", "expert_threshold", "unbounded")
 """Rules whose models `make test` compiles; it compiles the routing of all others in tests/routing/test_contract.py."""
-OTHER_OPTIONS: dict[str, Any] = {"gate_norm": "fanout", "activation": "swiglu", "z_loss": 0.01, "softcap": None}
+OTHER_OPTIONS: dict[str, Any] = {"gate_norm": "fanout", "activation": "swiglu", "z_loss": 0.01}
 
 
 def tiny(rule: Rule | None, dtype: torch.dtype = torch.float32, **options: Any) -> GPT:

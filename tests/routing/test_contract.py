@@ -321,7 +321,7 @@ NONSENSE: list[tuple[type[Rule], dict[str, list[Any]]]] = [
     (ExpertThreshold, {"warmup_steps": [-1, 2.5, None], "capacity_slack": [-0.5, float("nan"), True, "0.5"]}),
     (QuantileBalancing, {"experts_per_token": [1.5], "over": ["logits"], "pool": ["sequence", 96]}),
     (QuantileBalancing, {"decay": [1], "estimator": ["mean"]}),
-    (ReLU, {"l1_start": [0, None], "l1_rate": [-0.1, True], "l1_balanced": [0, "no"]}),
+    (ReLU, {"l1_start": [0, None]}),
     (SeqTopK, {"max_per_token": [0, 17, 1.5], "gate": ["relu"], "gate_scale": [0]}),
     (TopP, {"p": [0, 1.1, None], "controller": [0, "no"], "p_rate": [-0.1, float("inf")]}),
     (NullSlots, {"null_slots": [0], "slots_per_token": [40], "experts_per_token": [3], "null": ["half"]}),

@@ -30,14 +30,16 @@ icl_tasks:
 """
 
 
-@pytest.fixture
-def bundle(tmp_path: Path) -> Path:
+@pytest.fixture(autouse=True)
+def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The bundle that was downloaded."""
+    monkeypatch.setenv("EXPERT_THRESHOLD_CACHE", str(tmp_path))
     copy = [{"context": f"the {i}", "continuation": f"the {i}"} for i in range(6)]
     who = [
         {"context_options": ["the model", f"a token {i}"], "continuation": "reads text", "gold": i % 2}
         for i in range(6)
     ]
-    return write_bundle(tmp_path / "bundle", YAML, {"copy": (0, copy), "who": (50, who)})
+    return write_bundle(tmp_path / "core", YAML, {"copy": (0, copy), "who": (50, who)})
 
 
 def without_core(path: Path) -> list[dict[str, Any]]:
@@ -47,7 +49,7 @@ def without_core(path: Path) -> list[dict[str, Any]]:
 def test_it_is_asked_after_saving_at_intervals_and_at_the_end(
     start: Start, tmp_path: Path, bundle: Path, plain: Plain
 ) -> None:
-    start(core_bundle=str(bundle), core_every=3, core_max_per_task=5, console=plain.console)
+    start(core_every=3, core_max_per_task=5, console=plain.console)
     folder = RunFolder.open(tmp_path / "run")
     assert folder.checkpoints() == [3, 4, 6, 8]  # 4 and 8 are due anyway
     records = metrics(tmp_path / "run", "core")
@@ -63,29 +65,16 @@ def test_it_is_asked_after_saving_at_intervals_and_at_the_end(
         assert record["metric"] == sum(task["centred"] for task in record["tasks"].values()) / 2
 
 
-def test_without_an_interval_it_is_asked_at_the_end_alone(start: Start, tmp_path: Path, bundle: Path) -> None:
-    start(core_bundle=str(bundle))
-    assert [record["step"] for record in metrics(tmp_path / "run", "core")] == [8]
+def test_without_an_interval_or_a_bundle_it_is_not_asked(start: Start, tmp_path: Path, bundle: Path) -> None:
     start("none")
     assert not metrics(tmp_path / "none", "core")
-
-
-def test_the_bundle_that_was_downloaded_is_the_default(
-    start: Start, tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EXPERT_THRESHOLD_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="core_every=4 needs an eval bundle; run et data core"):
+    shutil.rmtree(bundle)
+    with pytest.raises(ValueError, match="core_every=4 needs the questions of CORE; run et data core"):
         start(core_every=4)
-    shutil.rmtree(tmp_path / "run")
-    shutil.copytree(bundle, tmp_path / "cache" / "core")
-    start(core_every=4)
-    assert [record["step"] for record in metrics(tmp_path / "run", "core")] == [4, 8]
 
 
-def test_asking_changes_nothing_else_and_a_resumed_run_asks_the_same(
-    start: Start, tmp_path: Path, bundle: Path
-) -> None:
-    options = {"core_bundle": str(bundle), "core_every": 3}
+def test_asking_changes_nothing_else_and_a_resumed_run_asks_the_same(start: Start, tmp_path: Path) -> None:
+    options = {"core_every": 3}
     start("without", checkpoint_every=3)
     start("whole", **options)
     assert without_core(tmp_path / "whole") == metrics(tmp_path / "without")
@@ -100,9 +89,9 @@ def test_asking_changes_nothing_else_and_a_resumed_run_asks_the_same(
 
 
 def test_a_stop_in_the_middle_keeps_the_tasks_that_are_done(
-    start: Start, tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"core_bundle": str(bundle), "core_every": 4}
+    options = {"core_every": 4}
     start("whole", **options)
     monkeypatch.setattr("expert_threshold.evaluation.core.QUESTIONS_AT_ONCE", 2)
     asked: list[str] = []
@@ -125,7 +114,7 @@ def test_a_stop_in_the_middle_keeps_the_tasks_that_are_done(
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_too_few_questions_are_refused_before_the_first_step(start: Start, tmp_path: Path, bundle: Path) -> None:
+def test_too_few_questions_are_refused_before_the_first_step(start: Start, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_per_task=1: copy shows 1 solved examples"):
-        start(core_bundle=str(bundle), core_max_per_task=1)
+        start(core_every=4, core_max_per_task=1)
     assert not (tmp_path / "run" / "config.json").exists()

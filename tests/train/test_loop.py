@@ -428,7 +428,6 @@ def test_a_finished_run_continues_for_more_steps_and_every_resume_of_it_is_the_s
         ({"model": tiny(ExpertChoice(4, 1, pool=7))}, "pool=7 does not divide"),
         ({"model": tiny(ExpertChoice(32, 1, pool="sequence"))}, "k = .* = 0"),
         ({"model": tiny(vocab_size=256)}, "vocab_size=256 is too small: give at least 257"),
-        ({"core_bundle": "nowhere"}, "nowhere: not an eval bundle, core.yaml is missing.*et data core"),
         ({"core_max_per_task": 5}, "core_max_per_task=5 has no effect without CORE"),
         pytest.param(
             {"device": "cuda"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -14,7 +13,7 @@ from expert_threshold.data import Tokenizer, loader, open_source
 from expert_threshold.data.token_files import write_tokens
 from expert_threshold.runs import RunFolder
 
-from .conftest import Plain, Start, tiny
+from .conftest import Start, tiny
 
 TEXTS = [f"Shard text {number}: " + "the model reads and learns. " * (number % 5 + 1) for number in range(120)]
 
@@ -76,26 +75,6 @@ def test_the_tokenizer_beside_the_shards_is_used_if_it_is_of_the_models_size(
         name = f"run{vocab_size}"
         start(name, steps=1)
         assert (RunFolder.open(tmp_path / name).tokenizer().hash == beside.hash) == (vocab_size == 300)
-
-
-def test_what_is_skipped_is_told_and_logged(start: Start, tmp_path: Path, corpus: Path, plain: Plain) -> None:
-    (corpus / "0a.parquet").write_bytes(b"no Parquet")
-    first = corpus / "0.parquet"
-    data = bytearray(first.read_bytes())
-    data[6:30] = bytes(24)
-    first.write_bytes(data)
-    Tokenizer.train(TEXTS[:60], 300).save(corpus / "tokenizer.json")
-    with pytest.raises(ValueError, match=r"0a.parquet is damaged .*; or skip such shards with --data.skip-damaged"):
-        start("not")
-    start(skip_damaged=True, console=plain.console, steps=20, batch_size=8, accumulation=1)
-    events: list[dict[str, Any]] = [
-        record for record in RunFolder.open(tmp_path / "run").metrics.read() if record.get("event") == "skipped_text"
-    ]
-    reasons = [event["reason"].split(" is damaged")[0] for event in events]
-    assert reasons[0] == str(corpus / "0a.parquet")
-    assert set(reasons[1:]) == {str(first)}
-    for event in events:
-        assert f"skipped: {event['reason']}" in plain.text()
 
 
 def test_validation_reads_no_more_than_it_evaluates(start: Start, tmp_path: Path) -> None:

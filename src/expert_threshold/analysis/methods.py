@@ -18,7 +18,7 @@ from .sentences import listed
 # Options of the training loop that distinguish methods, and other options that do not. Losses compare on equal texts
 # only, so the text, by its hash rather than its path, and the tokens of its validation are among them.
 _TRAINING = ("steps", "batch_size", "accumulation", "eval_tokens", "dtype")
-_ASIDE = ("model.dispatch", "data.skip_damaged", "data.source")
+_ASIDE = ("model.dispatch", "data.source")
 _NAMES = {
     ("model.shared_experts", 0): "no shared expert",
     ("model.gate_norm", "fanout"): "fanout norm",

@@ -39,6 +39,9 @@ COMMANDS = {
     "import": Entry("import_", "turn such a folder, fine-tuned or not, into a run folder"),
 }
 
+RUN_COMMANDS = ("train", "plan", "compare", "sweep")
+"""Those with the options of a run, which errors name by path."""
+
 # Remedies for each OSError.
 FULL = "free some space and run it again; a training run continues with --resume, and saved files are intact"
 REMEDIES = {
@@ -78,7 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError, RuntimeError, TypeError) as error:
         if not is_users(error):
             raise
-        print(f"{prog}: {one_line(error)}", file=sys.stderr)
+        text = one_line(error)
+        if arguments[:1] and arguments[0] in RUN_COMMANDS:
+            text = importlib.import_module(".run_options", __name__).with_paths(text)
+        print(f"{prog}: {text}", file=sys.stderr)
         return USAGE_ERROR
 
 

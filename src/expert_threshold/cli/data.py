@@ -43,7 +43,6 @@ DERIVED = BESIDE, TOKENS_OUT = f"SOURCE/{TOKENIZER}", "SOURCE-tokens"
 
 SOURCE = Option("source", str, FINEWEB_EDU, "The text: fineweb-edu as downloaded, or a folder of shards.", True)
 TEXT_FIELD = Option("text_field", str, "text", "Column that holds the text.")
-SKIP = Option("skip_damaged", bool, False, "Skip shards, and parts of them, that cannot be read, and report them.")
 OUT = "name another --out"
 
 
@@ -120,8 +119,6 @@ def _tokenizer(given: Given, display: Display) -> str:
     display.say(f"training a tokenizer of {given['vocab_size']:,} tokens")
     texts = corpus.beginning(given["characters"], display.task("reading"))
     tokenizer = Tokenizer.train(_announced(texts, lambda: display.say("merging")), given["vocab_size"])
-    for line in corpus.skipped:
-        display.say(f"skipped: {line}")
     with replacing(out) as temporary:
         tokenizer.save(temporary)
     return f"{tokenizer.vocab_size:,} tokens in {out}, {clock(time.monotonic() - start)}"
@@ -146,23 +143,14 @@ def _tokenize(given: Given, display: Display) -> str:
     about = {"corpus": corpus.hash, "sizes": {split: list(size) for split, size in corpus.sizes.items()}}
     splits: dict[str, Parts] = {split: corpus.parts(split, tokenizer) for split in corpus.sizes}
     with exclusive(out.absolute().with_name(f".lock-{out.name}")):
-        skipped = write_tokens(
-            out,
-            splits,
-            tokenizer,
-            about,
-            skip_damaged=given["skip_damaged"],
-            progress=display.task("tokenizing"),
-        )
-    for line in (*corpus.skipped, *skipped):
-        display.say(f"skipped: {line}")
+        write_tokens(out, splits, tokenizer, about, progress=display.task("tokenizing"))
     size = sum(path.stat().st_size for path in out.iterdir())
     train = f"{et()} train --data {shlex.quote(str(out))} --vocab-size {tokenizer.vocab_size}"
     return f"{short(size)} bytes in {out}\nnext: {train}"
 
 
 def _open(given: Given) -> Corpus:
-    return open_source(given["source"], given["text_field"], skip_damaged=given["skip_damaged"])
+    return open_source(given["source"], given["text_field"])
 
 
 def _beside(given: Given) -> Path:
@@ -196,7 +184,6 @@ ENTRIES = {
             Option("characters", Count, 2_000_000_000, "Characters to train on, from the beginning of the text."),
             Option("out", str, BESIDE, "The file to make; et train finds it beside the shards."),
             TEXT_FIELD,
-            SKIP,
         ],
     ),
     "tokenize": Entry(
@@ -207,7 +194,6 @@ ENTRIES = {
             Option("tokenizer", str, BESIDE, "The tokenizer.json to use: ours, or another byte-level BPE."),
             Option("out", str, TOKENS_OUT, "The folder to make, or to continue."),
             TEXT_FIELD,
-            SKIP,
         ],
     ),
 }

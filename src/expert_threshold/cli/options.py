@@ -8,10 +8,9 @@ import shlex
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
-from typing import Any, NamedTuple, NoReturn, get_args, get_origin
+from typing import Any, NamedTuple, NoReturn, get_args
 
-from ..option import NonNegativeInt, alternatives, bare, describe, did_you_mean, kinds_of, parse_value
+from ..option import NonNegativeInt, alternatives, convert, describe, did_you_mean, kinds_of
 from ..train.config import DeviceName, DtypeName
 
 WIDEST = 40
@@ -39,8 +38,17 @@ class Option(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """Return the option as it is typed, by its short name if it has one."""
+        """Return the option as --help shows it, by its short name if it has one."""
         return self.name.upper() if self.positional else "--" + (self.short or self.name).replace("_", "-")
+
+    def read(self, text: str) -> Any:
+        """Return the value of the text as typed."""
+        if not text and not self.may_be_empty:
+            raise argparse.ArgumentTypeError(f"must not be empty; give {describe(self.kind)}")
+        try:
+            return text if self.positional or not text else convert(self.kind, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
 
 # Options of every command that reads a checkpoint, and of every command that computes.
@@ -57,7 +65,12 @@ def parse(prog: str, description: str, options: Sequence[Option], arguments: Seq
     Raises ValueError for anything invalid, in one line that names the option and the remedy.
     """
     parser = Parser(prog, description, options)
-    given, left = parser.parse_known_intermixed_args([parser.hyphenated(argument) for argument in arguments])
+    arguments = [parser.hyphenated(argument) for argument in arguments]
+    typed: dict[str, str] = {}
+    for flag in (argument.partition("=")[0] for argument in arguments):
+        if flag in parser.flags and (first := typed.setdefault(parser.flags[flag], flag)) != flag:
+            raise ValueError(f"{first} and {flag} set the same option; give one of them")
+    given, left = parser.parse_known_intermixed_args(arguments)
     for text in sorted(left, key=lambda text: not text.startswith("-")):
         if not text.startswith("-"):
             parser.error(f"unexpected {text}")
@@ -72,23 +85,20 @@ def parse_all(prog: str, description: str, options: Sequence[Option], arguments:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, and with defaults only in --help."""
+    """argparse with one-line errors, and with defaults only in --help. flags: every flag, and the option's name."""
 
     def __init__(self, prog: str, description: str, options: Sequence[Option]) -> None:
-        places = [
-            f"{option.flag}{'…' if option.many else ''}" if option.required else f"[{option.flag}]"
-            for option in options
-            if option.positional
-        ]
-        usage = " ".join([prog, *places, "[OPTIONS]"])
+        places = [option.flag + "…" * option.many for option in options if option.positional]
+        optional = [option.flag for option in options if option.positional and not option.required]
+        usage = " ".join([prog, *(f"[{place}]" if place in optional else place for place in places), "[OPTIONS]"])
         super().__init__(prog, usage, description, formatter_class=_Help, allow_abbrev=False)
-        self.flags: list[str] = []
         groups = {"": self._optionals}
         for option in options:
             section = option.name.rpartition(".")[0]
             if section not in groups:
                 groups[section] = self.add_argument_group(section)
-            self.flags += _add(groups[section], option).option_strings
+            _add(groups[section], option)
+        self.flags = {flag: action.dest for action in self._actions for flag in action.option_strings}
 
     def hyphenated(self, argument: str) -> str:
         """Return a flag that is typed with underscores with hyphens, and anything else, such as text, as it is."""
@@ -99,8 +109,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         text = re.sub(r"^argument ([^:/]+)[^:]*", r"\1", message)  # by its short name alone
         if text.endswith(": expected one argument"):  # nothing follows, or what follows looks like a flag
-            flag = text.partition(":")[0]
-            text += f"; write {flag}=VALUE for a value that begins with -"
+            text += f"; write {text.partition(':')[0]}=VALUE for a value that begins with -"
         raise ValueError(f"{text}; see {self.prog} --help")
 
 
@@ -115,7 +124,7 @@ class _Help(argparse.HelpFormatter):
             return super()._format_action_invocation(action)
         flag = action.option_strings[0]
         if isinstance(action, argparse.BooleanOptionalAction):
-            return f"--[no-]{flag.removeprefix('--')}"
+            return f"--[no-]{flag[2:]}"
         return flag if action.nargs == 0 else f"{flag} {action.metavar}"
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -125,39 +134,24 @@ class _Help(argparse.HelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
 
 
-def _add(group: argparse._ArgumentGroup, option: Option) -> argparse.Action:
-    default = "required" if option.required else f"default: {show(option.default)}"
-    shown, text, names = metavar(option.kind), option.help, [a for a in alternatives(option.kind) if isinstance(a, str)]
-    if names and len(shown) > WIDEST:
+def _add(group: argparse._ArgumentGroup, option: Option) -> None:
+    shown, text = metavar(option.kind), option.help
+    if len(shown) > WIDEST:
+        names = [name for name, _ in alternatives(option.kind) if isinstance(name, str)]
         shown, text = shown.replace("|".join(names), "NAME"), f"{text} One of {', '.join(names)}."
-    common: dict[str, Any] = {
-        "default": argparse.SUPPRESS,  # to distinguish options that are given
-        "help": f"{text} ({default})".replace("%", "%%"),
-    }
+    default = "required" if option.required else f"default: {show(option.default)}"
+    how: dict[str, Any] = {"help": f"{text} ({default})".replace("%", "%%")}
+    how |= {"default": argparse.SUPPRESS}  # to distinguish options that are given
     if option.positional:
-        nargs = {(True, True): "+", (True, False): None, (False, True): "*", (False, False): "?"}
-        kind = partial(_value, option)
-        return group.add_argument(
-            option.name, nargs=nargs[option.required, option.many], metavar=option.flag, type=kind, **common
-        )
+        nargs = ("+" if option.many else None) if option.required else "?"
+        group.add_argument(option.name, nargs=nargs, metavar=option.flag, type=option.read, **how)
+        return
     flags = dict.fromkeys((option.flag, "--" + option.name.replace("_", "-")))
-    common["dest"] = option.name
     if option.kind is bool:
-        return group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
-    common |= {"metavar": shown, "type": partial(_value, option), "required": option.required}
-    return group.add_argument(*flags, action="append" if option.many else "store", **common)
-
-
-def _value(option: Option, text: str) -> Any:
-    """Parse the text as the option's value."""
-    if not text and not option.may_be_empty:
-        raise argparse.ArgumentTypeError(f"must not be empty; give {describe(option.kind)}")
-    if option.positional or not text:
-        return text
-    try:
-        return parse_value(option.kind, text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        how |= {"action": argparse.BooleanOptionalAction}
+    else:
+        how |= {"action": "append" if option.many else "store", "metavar": shown, "type": option.read}
+    group.add_argument(*flags, dest=option.name, required=option.required, **how)
 
 
 def field_options(record: type, defaults: Mapping[str, Any], prefix: str = "") -> list[Option]:
@@ -182,15 +176,14 @@ def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> l
 def metavar(kind: Any) -> str:
     """Return a field's type as --help shows it."""
     words: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false", type(None): "none"}
-    parts = [
-        ",".join(metavar(k) for k in get_args(a)) if get_origin(a) is tuple else words.get(a, str(a))
-        for a, _ in map(bare, alternatives(kind))
-    ]
-    return "|".join(parts)
+    return "|".join(
+        words.get(plain) or (plain if isinstance(plain, str) else ",".join(map(metavar, get_args(plain))))
+        for plain, _ in alternatives(kind)
+    )
 
 
 def show(value: Any) -> str:
     """Return a value as it would be typed."""
     if isinstance(value, tuple | list):
-        return ",".join(show(item) for item in value)
+        return ",".join(map(show, value))
     return "none" if value is None else str(value)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ..config import DEFAULT_PRESET, RECORDS, RUNS, RunConfig, by_path, require_warmups_fit, resolve
+from ..config import DEFAULT_PRESET, KINDS, RECORDS, RUNS, RunConfig, by_path, require_warmups_fit, resolve
 from ..option import Count, kinds_of
 from ..recipes import RECIPES
 from ..routing import DENSE, RULES, option_names
@@ -47,10 +48,9 @@ def run_options(config: RunConfig) -> list[Option]:
     rule = sections.pop("rule")
     name = rule.pop("name")
     options = [Option("rule.name", Literal[(DENSE, *RULES)], name, "How scores become an assignment.")]
-    if name != DENSE:
-        options += field_options(RULES[name], rule, "rule.")
-    for section, values in sections.items():
-        options += field_options(RECORDS[section], values, f"{section}.")
+    records = {"rule": RULES[name]} if rule else {}
+    for section, record in (records | RECORDS).items():
+        options += field_options(record, {"rule": rule, **sections}[section], f"{section}.")
     return [option._replace(short=SHORT.get(option.name, "")) for option in options]
 
 
@@ -83,15 +83,9 @@ def resolve_run(given: Given) -> RunConfig:
     if given.get("tokens") is not None:
         file.pop("train.steps", None)  # a flag goes before the file
     flags = {path: value for path, value in given.items() if "." in path}
-    config = resolve(
-        preset_of(given),
-        *([initial] if continues else []),
-        file,
-        flags,
-        recipe=given.get("recipe"),
-        tokens=given.get("tokens"),
-        initial=None if continues else initial,
-    )
+    layers, start = ([initial, file, flags], {}) if continues else ([file, flags], initial)
+    recipe, tokens = given.get("recipe"), given.get("tokens")
+    config = resolve(preset_of(given), *layers, recipe=recipe, tokens=tokens, initial=start)
     if not continues:  # else its warmup may be over
         require_warmups_fit(config)
     return config
@@ -114,18 +108,23 @@ def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
     remedy = "name a JSON or TOML file such as the config.json of a run"
     if not Path(path).is_file():
         raise ValueError(f"{flag} {path}: no such file; {remedy}")
-    is_toml = Path(path).suffix == ".toml"
+    language, loads = ("TOML", tomllib.loads) if Path(path).suffix == ".toml" else ("JSON", json.loads)
     try:
-        text = Path(path).read_bytes().decode()
-        value = tomllib.loads(text) if is_toml else json.loads(text)
+        value = loads(Path(path).read_text("utf-8-sig"))  # some editors of Windows write a byte order mark
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag} {path}: not {'TOML' if is_toml else 'JSON'} ({error}); {remedy}") from None
+        raise ValueError(f"{flag} {path}: not {language} ({error}); {remedy}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{flag} {path}: not an object of sections; {remedy}")
     try:
         return by_path(value)
     except ValueError as error:
         raise ValueError(f"{flag} {path}: {error}") from None
+
+
+def with_paths(message: str) -> str:
+    """Return an error with the options of a run that it names, as in `heads=3`, by their paths: `model.heads=3`."""
+    paths = {path.partition(".")[2]: path for path in (*(option.name for option in options_of_any_rule()), *KINDS)}
+    return re.sub(r"(?<![\w./-])\w+(?==)", lambda name: paths.get(name[0], name[0]), message)
 
 
 def parse_run(

@@ -18,7 +18,7 @@ from ..compare.sweep import SWEEP, Choice, Range, Space, Sweep, Tunable, require
 from ..compare.sweep_page import show_value, write_page
 from ..config import DEFAULT_PRESET, KINDS, RunConfig, by_path, kinds, nested
 from ..install import et
-from ..option import Bounds, Count, Minutes, alternatives, bare, did_you_mean, parse_value
+from ..option import Bounds, Count, Minutes, alternatives, convert, did_you_mean
 from ..plan import costs
 from ..recipes import methods as all_methods
 from ..routing import DENSE, RULES
@@ -50,6 +50,7 @@ NOT_SEARCHED = {
     "model.dispatch": "it does not change what is learned",
     "train.batch_size": "trials have equally many tokens; sweep once for each --batch-size",
 }
+SHARED = "all trials have the same text and the same training loop; give it as a flag"
 TRIALS = 24
 DESCRIPTION = (
     "Search learning rates and other options for the least validation loss, each method by itself, with optuna.\n\n"
@@ -157,8 +158,8 @@ def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict
         path = paths.get(path, path)
         if not values:
             raise ValueError(f"--space {text}: write NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=A|B|C")
-        if path in NOT_SEARCHED:
-            raise ValueError(f"--space {text}: {path} cannot be searched, since {NOT_SEARCHED[path]}")
+        if reason := NOT_SEARCHED.get(path, SHARED if path in KINDS and path not in known else None):
+            raise ValueError(f"--space {text}: {path} cannot be searched, since {reason}")
         if path not in known:
             remedy = did_you_mean(path, known - NOT_SEARCHED.keys(), "see et sweep --help-all")
             raise ValueError(f"--space {text}: option {path} is unknown; {remedy}")
@@ -183,7 +184,7 @@ def read_entry(text: str, values: str, kind: Any) -> Range | Choice:
         return Choice(values, dict(zip(choices, parsed, strict=True)))
     bounds, _, scale = values.partition(":")
     low, high = (_parsed(text, kind, bound) for bound in bounds.split("..", 1))
-    plain = {bare(alternative)[0] for alternative in alternatives(kind)}
+    plain = {plain for plain, _ in alternatives(kind)}
     if not (isinstance(low, int | float) and isinstance(high, int | float)) or bool in plain:
         raise ValueError(f"--space {text}: a range has two numbers; write other values as A|B|C")
     if scale not in ("", "log"):
@@ -197,7 +198,7 @@ def read_entry(text: str, values: str, kind: Any) -> Range | Choice:
 
 def _parsed(text: str, kind: Any, value: str) -> Any:
     try:
-        return parse_value(kind, value)
+        return convert(kind, value)
     except ValueError as error:
         raise ValueError(f"--space {text}: {error}") from None
 

@@ -37,7 +37,7 @@ from ..train.pace import tokens_within
 from ..train.saving import LostSaveError
 from . import USAGE_ERROR, is_users, one_line
 from .options import Option
-from .run_options import flag_of, parse_run, preset_of, resolve_run
+from .run_options import flag_of, parse_run, preset_of, resolve_run, with_paths
 
 OPTIONS = [
     Option("out", str, "runs/PRESET-RULE", "Run folder to make; it must not exist."),
@@ -104,7 +104,7 @@ def _failure(error: BaseException) -> Failure:
     if is_lost_rank(error):
         return Failure(text, 1, is_own=False)
     if is_users(error):
-        return Failure(one_line(error), USAGE_ERROR)
+        return Failure(with_paths(one_line(error)), USAGE_ERROR)
     traceback.print_exception(error)
     return Failure(text, 1)
 

@@ -22,7 +22,7 @@ from ..train.device import pick_device, pick_dtype
 from ..train.log import Display, Title, clock
 
 OTHER_FOLDER = "restore it from a copy, or name another --out"
-OF_MACHINE = {"seed", "device", "threads", "core_bundle", "train_shards"}
+OF_MACHINE = {"seed", "device", "threads", "train_shards"}
 """Options that config.json contains as resolved, and the seed; runs of one method may differ in them."""
 
 

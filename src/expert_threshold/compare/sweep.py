@@ -378,7 +378,6 @@ class Sweep:
             "checkpoint_every": None,
             "sample_every": None,
             "core_every": None,
-            "core_bundle": None,
         }
         config = with_shards(replace(config, train=replace(config.train, seed=SEED + seed, **every)), self._known)
         losses: list[float] = []

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -199,16 +199,11 @@ def footer(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class Shards:
-    """A corpus of shards. `hash` covers their names, the text's column, and footers, which have all sizes and offsets.
-
-    skipped: a line for each shard, or part of one, that was left out; damaged parts are, too, if `skip_damaged`.
-    """
+    """A corpus of shards. `hash` covers their names, the text's column, and footers, with all sizes and offsets."""
 
     groups: tuple[RowGroup, ...]
     text_field: str
     hash: str
-    skip_damaged: bool = False
-    skipped: list[str] = field(default_factory=list)
 
     @property
     def documents(self) -> int:
@@ -225,38 +220,26 @@ class Shards:
         return (text for text in _parquet(path, self.text_field, [number]) if text and text.strip())
 
     def texts(self) -> Iterator[str]:
-        """Yield all documents, in the shards' order. Raises ValueError as `read` does, unless `skip_damaged`."""
+        """Yield all documents, in the shards' order. Raises ValueError as `read` does."""
         for group in range(len(self.groups)):
-            try:
-                yield from self.read(group)
-            except ValueError as error:
-                if not self.skip_damaged:
-                    raise
-                self.skipped.append(str(error))
+            yield from self.read(group)
 
 
-def open_shards(paths: Sequence[Path], text_field: str, skip_damaged: bool) -> Shards:
+def open_shards(paths: Sequence[Path], text_field: str) -> Shards:
     """Return the shards, reading only their footers.
 
-    Raises ValueError naming a shard that is damaged, empty or lacks the column, unless `skip_damaged`.
+    Raises ValueError naming a shard that is damaged, empty or lacks the column.
     """
     digest = hashlib.sha256(f"{text_field}\n".encode())
     groups: list[RowGroup] = []
-    skipped: list[str] = []
     for path in paths:
-        try:
-            found = [group for group in row_groups(path, text_field) if group.documents]
-            if not found:
-                raise ValueError(f"{path} has no documents: put some into it, or remove it")
-        except ValueError as error:
-            if not skip_damaged:
-                raise
-            skipped.append(str(error))
-            continue
+        found = [group for group in row_groups(path, text_field) if group.documents]
+        if not found:
+            raise ValueError(f"{path} has no documents: put some into it, or remove it")
         groups += found
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         digest.update(footer(path))
-    return Shards(tuple(groups), text_field, digest.hexdigest(), skip_damaged, skipped)
+    return Shards(tuple(groups), text_field, digest.hexdigest())
 
 
 def _parquet(path: Path, text_field: str, groups: Sequence[int] | None = None) -> Iterator[str | None]:

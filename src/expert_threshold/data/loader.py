@@ -158,7 +158,6 @@ class Whole:
     """A split in memory, as one block, with the methods of a `Stream`."""
 
     def __init__(self, tokens: Tokens) -> None:
-        self.skipped: list[str] = []
         self._tokens = tokens
 
     def count(self, epoch: int) -> int:
@@ -175,9 +174,8 @@ class Stream:
     """Parts in an order drawn from the seed and the epoch, about BLOCK_BYTES of text per block.
 
     threads: how many read and tokenize ahead. group: ranks that share this work, each reading its own parts and sending
-    the tokens to the others when a block starts; None reads everything here. Neither changes a block's contents.
-    skip_damaged: skip unreadable parts and list every rank's in `skipped`, until the caller clears it; otherwise
-    they raise ValueError on all ranks.
+    the tokens to the others when a block starts; None reads everything here. Neither changes a block's contents. A part
+    that one rank cannot read raises ValueError on all ranks.
     """
 
     def __init__(
@@ -187,15 +185,12 @@ class Stream:
         *,
         threads: int = 1,
         group: dist.ProcessGroup | None = None,
-        skip_damaged: bool = False,
     ) -> None:
-        self.skipped: list[str] = []
         self._parts = parts
         self._bytes = np.array(parts.bytes)
         self._seed = seed
         self._group = group
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
-        self._skip_damaged = skip_damaged
         self._pool = ThreadPoolExecutor(threads, "tokenize")
         self._threads = threads
         self._layouts: dict[int, list[npt.NDArray[np.int64]]] = {}
@@ -210,17 +205,16 @@ class Stream:
         if (epoch, block) not in self._ahead:
             self._forget()
             self._begin(epoch, block)
-        share, fault, skipped = self._finish(self._ahead.pop((epoch, block)))
+        share, fault = self._finish(self._ahead.pop((epoch, block)))
         for place in itertools.islice(self._after(epoch, block), AHEAD_BLOCKS):
             if sum(len(futures) for futures in self._ahead.values()) > 2 * self._threads:
                 break
             self._begin(*place)
-        shares = gather((share, fault, skipped), self._group)
-        for _, fault, skipped in shares:
-            self.skipped += skipped
+        shares = gather((share, fault), self._group)
+        for _, fault in shares:
             if fault:
                 raise ValueError(fault)
-        return join([share for share, _, _ in shares])
+        return join([share for share, _ in shares])
 
     def close(self) -> None:
         """End the threads; no more blocks may be loaded."""
@@ -251,17 +245,13 @@ class Stream:
             mine = np.array_split(self._layout(epoch)[block], self._ranks)[self._rank]
             self._ahead[epoch, block] = [self._pool.submit(self._parts.read, int(part)) for part in mine]
 
-    def _finish(self, futures: list[Future[Tokens]]) -> tuple[Tokens, str, list[str]]:
-        """Return the share, the fault that ended it, empty if there is none, and the faults that were skipped."""
-        share, skipped = [no_tokens(self._parts.dtype)], list[str]()
-        for future in futures:
-            try:
-                share.append(future.result())
-            except (ValueError, OSError) as error:
-                if not self._skip_damaged or isinstance(error, OSError):
-                    return join(share), str(error), skipped
-                skipped.append(str(error))
-        return join(share), "", skipped
+    def _finish(self, futures: list[Future[Tokens]]) -> tuple[Tokens, str]:
+        """Return the share, and the fault that ended it, empty if there is none."""
+        nothing = no_tokens(self._parts.dtype)
+        try:
+            return join([nothing, *(future.result() for future in futures)]), ""
+        except (ValueError, OSError) as error:
+            return nothing, str(error)
 
     def _forget(self) -> None:
         for future in itertools.chain(*self._ahead.values()):
@@ -287,7 +277,7 @@ class Loader(Iterator[Batch]):
     Row r of the global batch of `ranks * batch_size` rows is the block's row `position.row + r`, continuing into the
     next block and epoch; rank i has rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once per
     epoch; a block's last row is filled up with its first tokens, which have IGNORED targets. A batch depends only on
-    the position, not on earlier batches, threads or the group. group, skip_damaged: as in `Stream`.
+    the position, not on earlier batches, threads or the group. group: as in `Stream`.
 
     Raises ValueError if the tokens do not fill one row, the position is out of range, or a part is damaged.
     """
@@ -304,7 +294,6 @@ class Loader(Iterator[Batch]):
         *,
         threads: int = 1,
         group: dist.ProcessGroup | None = None,
-        skip_damaged: bool = False,
     ) -> None:
         assert batch_size > 0
         assert context > 0
@@ -327,7 +316,7 @@ class Loader(Iterator[Batch]):
             self._blocks = Whole(tokens)
             self._rows_at(position)
         else:
-            self._blocks = Stream(tokens, seed, threads=threads, group=group, skip_damaged=skip_damaged)
+            self._blocks = Stream(tokens, seed, threads=threads, group=group)
 
     def seek(self, position: Position) -> None:
         """Continue at the position. Raises ValueError if the corpus has no such position."""
@@ -355,11 +344,6 @@ class Loader(Iterator[Batch]):
             position = self._after(position, taken, rows)
         self.position, self.targets = position, targets
         return Batch(*(torch.from_numpy(np.concatenate(parts)) for parts in (tokens, following)))
-
-    def take_skipped(self) -> list[str]:
-        """Return a line for each damaged part that was skipped since the last call."""
-        lines, self._blocks.skipped = self._blocks.skipped, []
-        return lines
 
     def close(self) -> None:
         """End the threads."""

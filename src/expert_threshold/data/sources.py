@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ..files import expand
-from ..option import Bounds, Count, option, require_valid
+from ..option import Count, option, require_valid
 from . import embedded, files
 from .public import FINEWEB_EDU, downloaded_fineweb_edu
 from .token_files import MANIFEST, TOKENIZER, open_tokens
@@ -17,6 +17,7 @@ from .tokenizer import Tokenizer
 from .tokens import Parts, TextParts
 
 EMBEDDED = "embedded"
+VALIDATION_SHARE = 0.05
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -27,7 +28,7 @@ Reader = Callable[[], Iterator[embedded.Document]]
 @dataclass(frozen=True)
 class DataConfig:
     """Options of the data. Embedded, folders of Parquet shards, and folders with files named validation or test have
-    their own validation split.
+    their own validation split; of other text VALIDATION_SHARE of the documents is held out.
     """
 
     source: str = option(
@@ -37,12 +38,6 @@ class DataConfig:
         "of tokens.",
     )
     text_field: str = option("text", "Field or column that holds the text, in .jsonl and .parquet.")
-    validation_fraction: Annotated[float, Bounds(above=0, below=1)] = option(
-        0.05, "Share of documents held out if the source has no validation split."
-    )
-    skip_damaged: bool = option(
-        False, "Skip shards, and parts of them, that cannot be read, with a warning. Otherwise they are errors."
-    )
     train_shards: Count | None = option(
         None, "Number of shards to train on, of fineweb-edu or of a folder of Parquet. Defaults to all."
     )
@@ -62,9 +57,8 @@ class Corpus:
 
     For shards, which are read on demand, it covers names and footers, and sizes are to the nearest percent. `parts`
     returns a split's parts for a tokenizer, to be read on demand; None if the corpus fits into memory. `tokenizer` is
-    the one stored beside the text; if `tokenized`, no other fits. `train_shards` is the number of shards for training,
-    `skipped` has a line for each shard, or part of one, that was skipped so far. `notes` say what was left out or
-    trained on that one might not expect.
+    the one stored beside the text; if `tokenized`, no other fits. `train_shards` is the number of shards for training.
+    `notes` say what was left out or trained on that one might not expect.
     """
 
     name: str
@@ -75,7 +69,6 @@ class Corpus:
     tokenizer: Tokenizer | None = field(default=None, repr=False)
     tokenized: bool = False
     train_shards: int | None = None
-    skipped: Sequence[str] = ()
     notes: Sequence[str] = ()
 
     def documents(self, split: Split) -> Iterator[str]:
@@ -113,8 +106,6 @@ class Corpus:
 def open_source(
     source: str,
     text_field: str = "text",
-    validation_fraction: float = 0.05,
-    skip_damaged: bool = False,
     train_shards: int | None = None,
 ) -> Corpus:
     """Return the corpus. Sources other than shards are read once from end to end, so that errors show early.
@@ -122,7 +113,7 @@ def open_source(
     Arguments as in `DataConfig`. Raises ValueError naming the path and the remedy if anything is missing, empty,
     damaged or not UTF-8.
     """
-    config = DataConfig(source, text_field, validation_fraction, skip_damaged, train_shards)
+    config = DataConfig(source, text_field, train_shards)
     if config.source == FINEWEB_EDU:
         return _open_shards(config, downloaded_fineweb_edu())
     path = expand(config.source)
@@ -148,7 +139,7 @@ def open_source(
             smallest = min(smallest, _hash_share(text))
     if smallest == 1:
         raise ValueError(f"{config.source} has no documents: put some text into it, or name another file or folder")
-    bound = max(config.validation_fraction, smallest)  # at least one document goes to validation
+    bound = max(VALIDATION_SHARE, smallest)  # at least one document goes to validation
 
     def read(split: Split) -> Iterator[embedded.Document]:
         rows = _rows(path, by_name[split] if by_name else paths, config.text_field)
@@ -160,8 +151,7 @@ def open_source(
     return make_corpus(
         config.source,
         {"train": lambda: read("train"), "validation": lambda: read("validation")},
-        "give more documents with different texts, as files, lines of .jsonl, rows of .parquet or a .txt above 16 KiB, "
-        "or another validation_fraction",
+        "give more documents with different texts, as files, lines of .jsonl, rows of .parquet or a .txt above 16 KiB",
         [*notes, *_about_nulls(nulls)],
     )
 
@@ -198,14 +188,9 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
         raise ValueError(
             f"train_shards={number}: {config.source} has {there} for training; get more, or give at most {there}"
         )
-    try:
-        train = files.open_shards(by_name["train"][:number], config.text_field, config.skip_damaged)
-    except ValueError as error:
-        raise ValueError(f"{error}; or skip such shards with --data.skip-damaged") from None
-    validation = files.open_shards(by_name["validation"], config.text_field, skip_damaged=False)
+    train = files.open_shards(by_name["train"][:number], config.text_field)
+    validation = files.open_shards(by_name["validation"], config.text_field)
     shards: dict[Split, files.Shards] = {"train": train, "validation": validation}
-    if not train.groups:
-        raise ValueError(f"{config.source} has no documents left for train: every shard was skipped; write them again")
     # Shards may lie in a folder of that folder.
     beside = next((folder / TOKENIZER for folder in (root, paths[0].parent) if (folder / TOKENIZER).is_file()), None)
     return Corpus(
@@ -216,7 +201,6 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
         lambda split, tokenizer: TextParts(shards[split], tokenizer),
         None if beside is None else Tokenizer.load(beside),
         train_shards=number,
-        skipped=train.skipped,
         notes=[*notes, *_about_nulls(sum(group.nulls for found in shards.values() for group in found.groups))],
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from ..files import read_json, replace_json, replacing
 from .tokenizer import Tokenizer
-from .tokens import Parts, Tokens, ahead, id_type, no_tokens
+from .tokens import Parts, Tokens, ahead, id_type
 
 FORMAT, VERSION = "expert-threshold tokens", 2
 MANIFEST, TOKENIZER = "tokens.json", "tokenizer.json"
@@ -31,13 +30,11 @@ class TokenParts:
         path = _path(self.folder, part)
         try:
             with path.open("rb") as file, np.load(file) as arrays:  # which checks a CRC-32 of each
-                ids, offsets, size, fault = (arrays[name] for name in ("ids", "offsets", "bytes", "fault"))
+                ids, offsets, size = (arrays[name] for name in ("ids", "offsets", "bytes"))
         except Exception as error:  # damage to the archive or to an array can raise almost anything
             if isinstance(error, OSError) and error.errno is not None and path.exists():
                 raise
             raise ValueError(f"{path} is missing or damaged ({error}): {CONTINUE}") from None
-        if fault:
-            raise ValueError(str(fault))
         return Tokens(ids, offsets, int(size))
 
     def texts(self, tokenizer: Tokenizer) -> Iterator[str]:
@@ -54,14 +51,12 @@ def write_tokens(
     tokenizer: Tokenizer,
     about: Mapping[str, Any],
     *,
-    skip_damaged: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> list[str]:
+) -> None:
     """Tokenize every part of every split into a folder, without those that it already has.
 
-    about: facts on the text for the manifest. Returns a line for each part that was skipped.
-    Raises ValueError if the folder holds other text or another tokenizer's tokens, and for a damaged part unless
-    `skip_damaged`.
+    about: facts on the text for the manifest. Raises ValueError if the folder holds other text or another tokenizer's
+    tokens, and for a damaged part.
     """
     manifest = {
         "format": FORMAT,
@@ -80,36 +75,22 @@ def write_tokens(
         raise ValueError(f"--out {folder}: already exists and is not a token folder; name another --out")
     replace_json(folder / MANIFEST, manifest)  # first, since the folder is continued by it even after a full disk
     tokenizer.save(folder / TOKENIZER)
-    skipped: list[str] = []
     total, done = sum(sum(parts.bytes) for parts in splits.values()), 0
     for split, parts in splits.items():
         (folder / split).mkdir(exist_ok=True)
         missing = [part for part in range(len(parts.bytes)) if not _path(folder / split, part).exists()]
         done += sum(parts.bytes) - sum(parts.bytes[part] for part in missing)
-        read = ahead(partial(_read, parts, skip_damaged), missing)
-        for part, (tokens, fault) in zip(missing, read, strict=True):
+        for part, tokens in zip(missing, ahead(parts.read, missing), strict=True):
             with replacing(_path(folder / split, part)) as temporary, temporary.open("wb") as file:
-                np.savez(file, ids=tokens.ids, offsets=tokens.offsets, bytes=tokens.bytes, fault=fault)
-            skipped += [fault] if fault else []
+                np.savez(file, ids=tokens.ids, offsets=tokens.offsets, bytes=tokens.bytes)
             done += parts.bytes[part]
             if progress is not None:
                 progress(done, total)
     replace_json(folder / MANIFEST, manifest | {"finished": True})
-    return skipped
 
 
 def _path(folder: Path, part: int) -> Path:
     return folder / f"{part:06}.npz"
-
-
-def _read(parts: Parts, skip_damaged: bool, part: int) -> tuple[Tokens, str]:
-    """Return a part's tokens, or none and the reason why it cannot be read."""
-    try:
-        return parts.read(part), ""
-    except ValueError as error:
-        if not skip_damaged:
-            raise
-        return no_tokens(parts.dtype), str(error)
 
 
 def open_tokens(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, TokenParts]]:

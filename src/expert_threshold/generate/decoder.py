@@ -191,7 +191,7 @@ class Kernel:
             smear=_numbers(model.smear_scalar, 1, 0.0)[0],
             backout=_numbers(model.backout_scalar, 1, 0.0)[0],
             eps=torch.finfo(torch.float32).eps,
-            softcap=config.softcap or 0.0,
+            softcap=config.softcap,
         )
         weakref.finalize(self, decoder_destroy, self._decoder).atexit = False  # the process frees it
         residual = _numbers(model.residual_scalars, config.layers, 1.0)

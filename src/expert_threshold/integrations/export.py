@@ -32,6 +32,8 @@ AUTO_MAP = {
     "AutoModelForCausalLM": f"{MODELING}.{ARCHITECTURE}",
     "AutoModelForSequenceClassification": f"{MODELING}.ExpertThresholdForSequenceClassification",
 }
+SOFTCAP = "final_logit_softcapping"
+"""The name by which engines know the softcap."""
 FACTS = ("data", "optim", "train", "corpus", "versions")
 """The sections of a run's config.json that are exported beside the model."""
 
@@ -74,7 +76,8 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
     if config.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{path}: no config.json with model_type {MODEL_TYPE}; name a folder that et export wrote")
     _require_whole_model(path, config)
-    config["softcap"] = config.get("final_logit_softcapping", GPTConfig.softcap)
+    if (softcap := config.get(SOFTCAP, GPTConfig.softcap)) != GPTConfig.softcap:
+        raise ValueError(f"{path / 'config.json'}: {SOFTCAP}={softcap} must be {GPTConfig.softcap}, as exported")
     options = {f.name: config[f.name] for f in fields(GPTConfig) if f.name in config and f.name != "rule"}
     tokenizer, weights = read_tokenizer(path / "tokenizer.json"), _inside(_load(path))
     _require_own_vocabulary(path, tokenizer.vocab_size, options.get("vocab_size"))
@@ -223,7 +226,7 @@ def _config(config: GPTConfig, bos: int, facts: Mapping[str, Any]) -> dict[str, 
         "auto_map": AUTO_MAP,
         "model_type": MODEL_TYPE,
         "dtype": "float32",
-        "final_logit_softcapping": options.pop("softcap"),  # the name by which engines know it
+        SOFTCAP: GPTConfig.softcap,
         **options,
         **_ids(bos),
         "tie_word_embeddings": False,

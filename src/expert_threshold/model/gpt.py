@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,11 +60,9 @@ class GPTConfig:
     d_feed_forward: Count = option(3072, "Hidden width of dense layers.")
     shared_experts: NonNegativeInt = option(1, "Experts that process every token.")
     dense_layers: NonNegativeInt = option(1, "Number of leading layers without experts.")
+    softcap: ClassVar[float] = 15.0  # bounds the logits to ± this value; the paper's, nanochat's and the release's
     # The rule that turns scores into an assignment; None is dense.
     rule: Rule | None = ExpertThreshold()  # noqa: RUF009  a frozen record
-    softcap: Annotated[float, Bounds(above=0, most=60)] | None = option(
-        15.0, "Softcap of the logits, which bounds them to ± this value. none switches it off."
-    )
     gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout. none switches it off.")
     activation: ActivationName = option("relu2", "Activation of the feed-forwards.")
     z_loss: NonNegative | None = option(None, "Strength of the router z-loss. none switches it off.")

@@ -10,8 +10,6 @@ from .muon import Lines, OrthogonalizerName, Parts, Side
 
 OptimizerName = Literal["muon", "adamw"]
 DtypeName = Literal["auto", "bfloat16", "float32"]
-ScheduleName = Literal["linear", "warmup_stable_decay"]
-DecayName = Literal["constant", "cosine"]
 LARGEST = 1e30  # limit on learning rates and the like; scaled, they still fit float32
 Rate = Annotated[float, Bounds(above=0, below=LARGEST)]
 Strength = Annotated[float, Bounds(least=0, below=LARGEST)]
@@ -32,21 +30,16 @@ class OptimConfig:
     embed_lr: Rate = option(0.2, "Learning rate of the embedding.")
     head_lr: Rate = option(0.004, "Learning rate of the head.")
     router_lr: Rate | None = option(None, "Learning rate of the routers. Defaults to matrix_lr.")
-    value_embed_lr: Rate | None = option(None, "Learning rate of value embeddings. Defaults to half of embed_lr.")
-    residual_lr: Rate = option(0.005, "Learning rate of the residual scalars, at any width.")
     skip_lr: Rate = option(0.5, "Learning rate of the skip scalars, at any width.")
-    smear_lr: Rate = option(0.2, "Learning rate of smear and of the backout scalar, at any width.")
     router_optimizer: OptimizerName = option("muon", "Optimizer of the routers.")
-    betas: tuple[Decay, Decay] = option((0.9, 0.95), "AdamW's decay of the first and of the second moment.")
-    embed_betas: tuple[Decay, Decay] | None = option(None, "AdamW's betas for all embeddings. Defaults to betas.")
-    head_betas: tuple[Decay, Decay] | None = option(None, "AdamW's betas for the head. Defaults to betas.")
-    skip_betas: tuple[Decay, Decay] | None = option(None, "AdamW's betas for the skip scalars. Defaults to betas.")
+    betas: Literal["nanochat"] | tuple[Decay, Decay] = option(
+        (0.9, 0.95), "AdamW's decay of the first and of the second moment. nanochat has other betas for each group."
+    )
     eps: Rate = option(1e-10, "AdamW's epsilon.")
     adamw_warmup_steps: NonNegativeInt = option(250, "Steps over which AdamW's learning rates rise from 0.")
     muon_warmup_steps: NonNegativeInt = option(0, "Steps over which Muon's learning rates rise. 0 starts at the peak.")
     momentum: Decay = option(0.95, "Muon's momentum.")
-    momentum_start: Decay = option(0.85, "Muon's momentum at the first step.")
-    momentum_warmup_steps: NonNegativeInt = option(300, "Steps over which Muon's momentum rises to its value.")
+    momentum_warmup_steps: NonNegativeInt = option(300, "Steps over which Muon's momentum rises from 0.85.")
     momentum_end: Decay | None = option(
         None,
         "Muon's momentum at the last step, approached as the learning rates decay. Defaults to no change after the "
@@ -69,27 +62,19 @@ class OptimConfig:
     normuon: Side | None = option(
         None, "Divide the update by second moments of its rows, columns or longer side (NorMuon). none switches it off."
     )
-    normuon_beta: Decay = option(0.95, "Decay of NorMuon's second moments.")
     expert_period: Count = option(
         1,
         "Update each layer's expert matrices only every N-th step, layers in turn, at N times the learning rate. "
         "Momenta are updated in every step.",
     )
-    weight_decay: Strength = option(0.0, "Decoupled weight decay of Muon's matrices, times their learning rate.")
-    weight_decay_schedule: DecayName = option("constant", "Schedule of the weight decay. cosine falls to 0.")
-    cautious_weight_decay: bool = option(False, "Decay only weights that the update also moves towards 0.")
-    embed_weight_decay: Strength = option(0.0, "Weight decay of the embedding, constant, times its learning rate.")
-    value_embed_weight_decay: Strength = option(
-        0.0, "Weight decay of value embeddings, constant, times their learning rate."
+    weight_decay: Strength = option(
+        0.0,
+        "Decoupled weight decay of Muon's matrices, times their learning rate, where the update also moves a weight "
+        "towards 0. It falls to 0 by half a cosine. With it AdamW's weights decay too, as in nanochat.",
     )
-    head_weight_decay: Strength = option(0.0, "Weight decay of the head, constant, times its learning rate.")
-    residual_weight_decay: Strength = option(
-        0.0, "Weight decay of the residual scalars, constant, times their learning rate."
+    cooldown: Share = option(
+        1.0, "Share of the steps over which learning rates fall in a straight line; before, they are constant."
     )
-    schedule: ScheduleName = option(
-        "linear", "Learning-rate schedule: a straight line down, or constant until the cooldown."
-    )
-    cooldown: Share = option(0.2, "Share of the steps over which warmup_stable_decay falls.")
     min_lr_ratio: Ratio = option(0.1, "Final learning rate as a fraction of the peak.")
     clip: Rate | None = option(
         None, "Maximum global norm of the gradients, which are scaled down to it. none switches clipping off."
@@ -100,9 +85,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that cannot train."""
-        for name in ("betas", "embed_betas", "head_betas", "skip_betas"):
-            if isinstance(value := vars(self)[name], list):  # JSON has lists only
-                object.__setattr__(self, name, tuple(value))
+        if isinstance(self.betas, list):  # JSON has no tuples
+            object.__setattr__(self, "betas", tuple(self.betas))
         require_valid(OptimConfig, vars(self))
 
 
@@ -112,7 +96,7 @@ RELEASE = OptimConfig(
     router_optimizer="adamw",
     betas=(0.8, 0.95),
     adamw_warmup_steps=0,
-    schedule="warmup_stable_decay",
+    cooldown=0.2,
     min_lr_ratio=0.0,
     clip=1.0,
     scale_muon=False,
@@ -123,10 +107,7 @@ NANOCHAT = OptimConfig(
     matrix_lr=0.02,
     embed_lr=0.3,
     head_lr=0.008,
-    betas=(0.8, 0.95),
-    embed_betas=(0.8, 0.995),
-    head_betas=(0.8, 0.96),
-    skip_betas=(0.96, 0.95),
+    betas="nanochat",
     adamw_warmup_steps=40,
     muon_warmup_steps=40,
     momentum=0.97,
@@ -136,15 +117,7 @@ NANOCHAT = OptimConfig(
     equilibrate="rows",
     renormalize="matrix",
     normuon="longer",
-    normuon_beta=0.9,
     weight_decay=0.28,
-    weight_decay_schedule="cosine",
-    cautious_weight_decay=True,
-    embed_weight_decay=0.001,
-    value_embed_weight_decay=0.01,
-    head_weight_decay=0.01,
-    residual_weight_decay=0.05,
-    schedule="warmup_stable_decay",
     cooldown=0.65,
     min_lr_ratio=0.05,
     scale_muon=False,

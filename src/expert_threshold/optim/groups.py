@@ -18,31 +18,22 @@ from .adamw import AdamW
 from .config import OptimConfig
 from .muon import Muon
 
+MOMENTUM_START = 0.85
+"""Muon's momentum at the first step, in the paper and in nanochat."""
+NORMUON_BETA = 0.9
+"""Decay of NorMuon's second moments, as in nanochat."""
+
 # Learning rates, momentum and weight decay, by the step and by the schedule's progress.
 
 
-def linear(progress: float, steps: int, end: float, cooldown: float = 1.0) -> float:
-    """Return the fraction of the peak at `progress` of `steps`: a straight line from 1 to `end`, without cooldown."""
-    return 1 + (end - 1) * progress / steps
-
-
-def warmup_stable_decay(progress: float, steps: int, end: float, cooldown: float = 0.2) -> float:
+def falling(progress: float, steps: int, end: float, cooldown: float) -> float:
     """Return the fraction of the peak at `progress` of `steps`: 1, then a straight line to `end` over the cooldown.
 
-    cooldown: its share of the steps.
+    cooldown: its share of the steps; 1 is the paper's schedule.
     """
+    if cooldown == 1:
+        return 1 + (end - 1) * progress / steps  # as below up to rounding
     return end + (1 - end) * min(1.0, 1 / cooldown * (steps - progress) / steps)
-
-
-SCHEDULES: dict[str, Callable[[float, int, float, float], float]] = {
-    "linear": linear,
-    "warmup_stable_decay": warmup_stable_decay,
-}
-
-
-def falling(progress: float, steps: int, end: float, config: OptimConfig) -> float:
-    """Return the fraction of the peak at `progress` of `steps`, by the configured schedule, from 1 to `end`."""
-    return SCHEDULES[config.schedule](progress, steps, end, config.cooldown)
 
 
 def warmup(step: int, warmup_steps: int) -> float:
@@ -51,22 +42,20 @@ def warmup(step: int, warmup_steps: int) -> float:
 
 
 def momentum_at(step: int, progress: float, steps: int, config: OptimConfig) -> float:
-    """Return Muon's momentum: linear from momentum_start at step 0 to momentum at step momentum_warmup_steps.
+    """Return Muon's momentum: linear from MOMENTUM_START at step 0 to momentum at step momentum_warmup_steps.
 
     With momentum_end, it then goes there in proportion as the learning rates fall.
     """
     risen = min(1.0, step / config.momentum_warmup_steps) if config.momentum_warmup_steps else 1.0
-    momentum = (1 - risen) * config.momentum_start + risen * config.momentum
+    momentum = (1 - risen) * MOMENTUM_START + risen * config.momentum
     if config.momentum_end is None:
         return momentum
-    left = falling(progress, steps, 0.0, config)
+    left = falling(progress, steps, 0.0, config.cooldown)
     return left * momentum + (1 - left) * config.momentum_end
 
 
 def weight_decay_at(progress: float, steps: int, config: OptimConfig) -> float:
-    """Return the weight decay at `progress` of `steps`: constant, or half a cosine from its value to 0."""
-    if config.weight_decay_schedule == "constant":
-        return config.weight_decay
+    """Return the weight decay at `progress` of `steps`: half a cosine from its value to 0."""
     return config.weight_decay * (1 + math.cos(math.pi * progress / steps)) / 2
 
 
@@ -103,7 +92,7 @@ class OptimizerSpec(NamedTuple):
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {  # fast ones step first: their updates are communicated while slow ones compute
     "adamw": OptimizerSpec(
-        lambda params, config: AdamW(params, betas=config.betas, eps=config.eps),
+        lambda params, config: AdamW(params, eps=config.eps),
         whole_matrices=False,
         scaled=lambda config: True,
         warmup_steps=lambda config: config.adamw_warmup_steps,
@@ -118,8 +107,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {  # fast ones step first: their updates 
             equilibrate=config.equilibrate,
             renormalize=config.renormalize,
             normuon=config.normuon,
-            normuon_beta=config.normuon_beta,
-            cautious=config.cautious_weight_decay,
+            normuon_beta=NORMUON_BETA,
+            cautious=True,
         ),
         whole_matrices=True,
         scaled=lambda config: config.scale_muon,
@@ -131,10 +120,6 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {  # fast ones step first: their updates 
         },
     ),
 }
-
-
-def _adamw(betas: tuple[float, float], weight_decay: float = 0.0) -> dict[str, Any]:
-    return {"betas": tuple(map(float, betas)), "weight_decay": weight_decay}
 
 
 def _in_turns(group: dict[str, Any], period: int) -> Iterator[dict[str, Any]]:
@@ -149,12 +134,13 @@ def _in_turns(group: dict[str, Any], period: int) -> Iterator[dict[str, Any]]:
 
 
 class GroupSpec(NamedTuple):
-    """A group of parameters, chosen by name and shape, and the options that a configuration gives it."""
+    """A group of parameters, chosen by name and shape, and how it is optimized."""
 
     takes: Callable[[str, Tensor], bool]
     optimizer: Callable[[OptimConfig], str]
     peak: Callable[[OptimConfig], float]  # learning rate, before λ
-    options: Callable[[OptimConfig], dict[str, Any]] = lambda config: {}  # of its parameter groups, where they differ
+    betas: tuple[float, float] = (0.8, 0.95)  # of AdamW in nanochat
+    weight_decay: float = 0.0  # of AdamW in nanochat
     scaled: bool = True  # by λ, if the optimizer's rates are; scalars do not depend on the width
 
 
@@ -171,38 +157,41 @@ GROUPS: dict[str, GroupSpec] = {  # a parameter belongs to the last group that t
         lambda name, parameter: "embed" in name.split("."),
         lambda config: "adamw",
         lambda config: config.embed_lr,
-        lambda config: _adamw(config.embed_betas or config.betas, config.embed_weight_decay),
+        betas=(0.8, 0.995),
+        weight_decay=0.001,
     ),
     "value_embed": GroupSpec(
         lambda name, parameter: "value_embed" in name.split("."),
         lambda config: "adamw",
-        lambda config: config.embed_lr / 2 if config.value_embed_lr is None else config.value_embed_lr,
-        lambda config: _adamw(config.embed_betas or config.betas, config.value_embed_weight_decay),
+        lambda config: config.embed_lr / 2,
+        betas=(0.8, 0.995),
+        weight_decay=0.01,
     ),
     "head": GroupSpec(
         lambda name, parameter: "head" in name.split("."),
         lambda config: "adamw",
         lambda config: config.head_lr,
-        lambda config: _adamw(config.head_betas or config.betas, config.head_weight_decay),
+        betas=(0.8, 0.96),
+        weight_decay=0.01,
     ),
     "residual": GroupSpec(
         lambda name, parameter: name == "residual_scalars",
         lambda config: "adamw",
-        lambda config: config.residual_lr,
-        lambda config: _adamw(config.betas, config.residual_weight_decay),
+        lambda config: 0.005,
+        weight_decay=0.05,
         scaled=False,
     ),
     "skip": GroupSpec(
         lambda name, parameter: name == "skip_scalars",
         lambda config: "adamw",
         lambda config: config.skip_lr,
-        lambda config: _adamw(config.skip_betas or config.betas),
+        betas=(0.96, 0.95),
         scaled=False,
     ),
     "smear": GroupSpec(
         lambda name, parameter: name in ("smear_gate.weight", "smear_scalar", "backout_scalar"),
         lambda config: "adamw",
-        lambda config: config.smear_lr,
+        lambda config: 0.2,
         scaled=False,
     ),
     "router": GroupSpec(
@@ -252,7 +241,7 @@ class Optimizers:
         """
         progress = step if progress is None else progress
         assert 0 <= progress <= steps
-        factor = falling(progress, steps, self.config.min_lr_ratio, self.config)
+        factor = falling(progress, steps, self.config.min_lr_ratio, self.config.cooldown)
         return {
             name: group.peak * factor * warmup(step, OPTIMIZERS[group.kind].warmup_steps(self.config))
             for name, group in self.groups.items()
@@ -360,9 +349,16 @@ def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_mod
     by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters.items():
         by_shape.setdefault(parameter.shape[first:], []).append((name, parameter))
-    own = GROUPS[group].options(config)
+    own = _adamw(GROUPS[group], config) if kind == "adamw" else {}
     optimizers = [row.make([{"params": alike, **own}], config) for alike in by_shape.values()]
     return Group(kind, GROUPS[group].peak(config) * scale, parameters, optimizers)
+
+
+def _adamw(group: GroupSpec, config: OptimConfig) -> dict[str, Any]:
+    """Return the options of AdamW that differ between groups."""
+    first, second = group.betas if config.betas == "nanochat" else config.betas
+    decay = group.weight_decay if config.weight_decay else 0.0
+    return {"betas": (float(first), float(second)), "weight_decay": decay}  # torch rejects integers such as 0
 
 
 def moves_matrices(name: str, parameter: Tensor, config: OptimConfig) -> bool:

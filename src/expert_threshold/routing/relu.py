@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, NonNegative, Positive, allows, option
+from ..option import Count, Positive, option
 from .observation import Observation, Routing, observe
 from .rule import Rule, Scope, Window
+
+L1_RATE = 0.2
+"""Step α of λ."""
 
 
 class ReLUState(NamedTuple):
@@ -30,16 +33,15 @@ class ReLU(Rule):
 
         g[t,i] = ReLU(r[t,i]),   z[t,i] = 1{g[t,i] > 0},   loss = λ Σ_i f_i Σ_t g[t,i] / T
 
-    where f_i = E / (K T) Σ_t z[t,i], or 1 without l1_balanced. Once per optimizer step
-    λ ← λ · (1 + α)^sign(target sparsity − sparsity), that is (1 + α)^sign(mean fanout − K). It differs from the
-    published rule in two ways: each layer has its own λ, which follows its fanout, and λ rests exactly at the target.
+    where f_i = E / (K T) Σ_t z[t,i] balances the loads. Once per optimizer step
+    λ ← λ · (1 + α)^sign(target sparsity − sparsity), that is (1 + α)^sign(mean fanout − K), with the published α = 0.2.
+    It differs from the published rule in two ways: each layer has its own λ, which follows its fanout, and λ rests
+    exactly at the target.
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(1.0, "Mean number of routed experts per token towards which λ steers.")
     l1_start: Positive = option(1e-8, "Initial value of λ, the strength of the L1 loss.")
-    l1_rate: NonNegative = option(0.2, "Step α of λ: an optimizer step multiplies or divides λ by 1 + α.")
-    l1_balanced: bool = option(True, "Weight each expert's part of the L1 loss by its load, which balances the loads.")
 
     def init(self) -> ReLUState:
         return ReLUState(torch.tensor(math.log(self.l1_start), dtype=torch.float32))
@@ -55,32 +57,28 @@ class ReLU(Rule):
         loss = None
         if training:
             mean_gate = gates.flatten(0, -2).sum(0) / max(tokens, 1)
-            weight = observation.load / max(target, 1e-30) if self.l1_balanced else 1.0
+            weight = observation.load / max(target, 1e-30)
             loss = state.log_lambda.exp() * (weight * mean_gate).sum()
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation, loss=loss)
 
     @torch.no_grad()
     def update(self, state: ReLUState, observation: Observation) -> ReLUState:
         excess = observation.load.sum() - self.experts_per_token * observation.tokens  # 0 without tokens
-        return ReLUState(state.log_lambda + math.log1p(self.l1_rate) * excess.sign())
+        return ReLUState(state.log_lambda + math.log1p(L1_RATE) * excess.sign())
 
     @property
     def label(self) -> str:
-        return "ReMoE" if self.l1_balanced else "ReMoE unbalanced"
+        return "ReMoE"
 
     def scope(self, training: bool) -> Scope:
         return "token"
 
-    def pool_scope(self) -> Scope | None:
-        return "batch" if self.l1_balanced else None
-
-    @property
-    def aims_at_fanout(self) -> bool:
-        return self.l1_rate > 0
+    def pool_scope(self) -> Scope:
+        return "batch"
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
         """Return the tokens over which load is measured."""
-        return Window(batch if self.l1_balanced else step, None)
+        return Window(batch, None)
 
     def thresholds(self, state: ReLUState) -> Tensor:
         return state.log_lambda.new_zeros(self.num_experts)
@@ -91,15 +89,12 @@ class ReLU(Rule):
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return an initial λ that can grow to 0.001 within a tenth of the run; at least the published one."""
-        rate = options.get("l1_rate", cls.l1_rate)
-        growth = steps / 10 * math.log1p(rate) if allows(NonNegative, rate) else math.inf
-        return {"l1_start": max(cls.l1_start, float(f"{0.001 * math.exp(-growth):.3g}"))}
+        return {"l1_start": max(cls.l1_start, float(f"{0.001 * (1 + L1_RATE) ** (-steps / 10):.3g}"))}
 
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:
         return {
             "balanced": cls(6),
             "a fraction": cls(6, 1.5),
-            "unbalanced": cls(6, 2, l1_balanced=False),
-            "strong": cls(6, 0.5, l1_start=0.1, l1_rate=1.0),
+            "strong": cls(6, 0.5, l1_start=0.1),
         }

@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, bare, kinds_of, require_kind, require_valid
+from ..option import Count, alternatives, kinds_of, require_kind, require_valid
 from .observation import Observation, Routing
 
 Scope = Literal["token", "sequence", "batch", "global"]
@@ -44,7 +44,7 @@ class Rule(ABC):
         for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
             value = getattr(self, field.name)
             value = value.item() if isinstance(value, np.generic) else value
-            if bare(kinds[field.name])[0] is int and isinstance(value, float) and value.is_integer():
+            if alternatives(kinds[field.name])[0][0] is int and isinstance(value, float) and value.is_integer():
                 value = int(value)  # another rule's option of the same name may be any number
             object.__setattr__(self, field.name, value)
         require_kind("num_experts", self.num_experts, Count)

@@ -29,8 +29,8 @@ SAME_COMMAND = "start the same command with the same version on every rank"
 # Options that may change when a run is resumed, because they do not change what it learns.
 FREE_ON_RESUME = {
     "device", "activation_checkpointing", "compile", "log_every", "eval_every", "eval_tokens", "sample_every",
-    "checkpoint_every", "keep_checkpoints", "track", "threads", "core_bundle", "core_every",
-    "core_max_per_task", "expert_parallel", "shard", "timeout",
+    "checkpoint_every", "keep_checkpoints", "track", "threads", "core_every", "core_max_per_task",
+    "expert_parallel", "shard", "timeout",
 }  # fmt: skip
 
 

@@ -34,12 +34,9 @@ class TrainConfig:
         250, "Steps between validations. The last step is validated too; none switches validation off."
     )
     eval_tokens: Count | None = option(None, "Tokens of a validation. Defaults to the whole validation split.")
-    core_bundle: str | None = option(
-        None,
-        "Eval bundle with the tasks of CORE, for saved checkpoints. Defaults to the downloaded one if core_every is "
-        "set.",
+    core_every: Count | None = option(
+        None, "Steps between evaluations of CORE. The last step is evaluated too; none switches CORE off."
     )
-    core_every: Count | None = option(None, "Steps between evaluations of CORE. Omit to evaluate only at the end.")
     core_max_per_task: Count | None = option(None, "Maximum number of questions of each task of CORE. Defaults to all.")
     sample_every: Count | None = option(
         None, "Steps between samples of text. The last step is sampled too; none switches samples off."

@@ -10,7 +10,7 @@ import errno
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -306,7 +306,7 @@ class RunLog:
         self._dead: set[tuple[int, int]] = {(layer, expert) for layer, expert in dead}
 
     def step(self) -> None:
-        """Log a skipped step and skipped text, if any. Raises DivergedError after ten skipped steps in a row."""
+        """Log that the step was skipped, if it was. Raises DivergedError after ten skipped steps in a row."""
         state = self._state
         if state.not_finite:
             self._write(
@@ -323,19 +323,12 @@ class RunLog:
                 f"embed_lr={optim.embed_lr}, head_lr={optim.head_lr}, from the start or with "
                 f"--init-from {self._folder.path}"
             )
-        self.skipped_text(state.loader.take_skipped())
 
     def extended(self, note: str | None) -> None:
         """Log that the run was extended, if it was."""
         if note is not None:
             self._write("event", {"event": "extended", "steps": self._state.steps, "reason": note})
             self._display.say(note)
-
-    def skipped_text(self, reasons: Iterable[str]) -> None:
-        """Log the reasons for which shards, or parts of them, were skipped."""
-        for reason in reasons:
-            self._write("event", {"event": "skipped_text", "reason": reason})
-            self._display.say(f"skipped: {reason}")
 
     def metrics(self) -> None:
         """Log the means over the steps since the last call, unless all of them were skipped."""
@@ -418,7 +411,6 @@ def run_log(folder: RunFolder, prepared: Prepared, display: Display, tracker: Tr
     with tracking(name, folder, prepared.record, state.step) as opened:
         state.parallel.from_main(begin)
         log = RunLog(folder, state, prepared.record, display, opened)
-        log.skipped_text(prepared.skipped)
         log.extended(prepared.extended)
         yield log
 

@@ -125,7 +125,6 @@ def prepare(
         parallel.world_size,
         threads=max(1, ((os.cpu_count() or 1) - 1) // parallel.local_world_size),
         group=parallel.world,
-        skip_damaged=data.skip_damaged,
     )
     shards = parallelize(gpt, optim, parallel)
     optimizers = make_optimizers(shards.parameters.items(), optim, model.d_model)
@@ -138,7 +137,7 @@ def prepare(
         state.restore(saved)
     extended = resume and record.get("time") != folder.config.get("time")
     note = _describe_extension(state) if extended else None
-    return Prepared(state, text.tokenizer, text.validation, core, record, tuple(corpus.skipped), note)
+    return Prepared(state, text.tokenizer, text.validation, core, record, note)
 
 
 def read_text(model: GPTConfig, data: DataConfig, config: TrainConfig, display: Display) -> Text:
@@ -255,18 +254,16 @@ def _starting_point(
 
 
 def _read_core(config: TrainConfig) -> Sequence[Task]:
-    """Return the tasks of the given bundle or, with core_every, of the downloaded one."""
-    if config.core_bundle is None and config.core_every is None:
+    """Return the downloaded tasks of CORE, if they are evaluated in training."""
+    if config.core_every is None:
         if config.core_max_per_task is not None:
             raise ValueError(
                 f"core_max_per_task={config.core_max_per_task} has no effect without CORE; give --train.core-every"
             )
         return []
-    bundle = config.core_bundle or core_bundle()
+    bundle = core_bundle()
     if bundle is None:
-        raise ValueError(
-            f"core_every={config.core_every} needs an eval bundle; run et data core, or name a --train.core-bundle"
-        )
+        raise ValueError(f"core_every={config.core_every} needs the questions of CORE; run et data core")
     tasks = read_bundle(bundle)
     for task in tasks:
         choose_rows(task, config.core_max_per_task)  # raises now for too few, rather than after the first steps
@@ -301,14 +298,13 @@ def _record(
     device: torch.device,
 ) -> dict[str, Any]:
     """Return the whole configuration, with every `auto` as it was resolved on this machine."""
-    bundle = None if config.core_bundle is None else str(Path(config.core_bundle).resolve())
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     here = {"device": device.type, "dtype": dtype, "threads": torch.get_num_threads()}
     return {
         **model.to_dict(),
         "data": asdict(data) | {"source": absolute(data.source)},
         "optim": asdict(optim),
-        "train": asdict(config) | here | {"core_bundle": bundle},
+        "train": asdict(config) | here,
         "machine": machine(device),
         "versions": {
             "expert_threshold": __version__,
@@ -337,7 +333,7 @@ def _commit() -> str | None:
 # Options that must be equal for weights to fit; rules may differ, but not in their number of experts.
 ARCHITECTURE = (
     "vocab_size", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward", "shared_experts",
-    "dense_layers", "softcap", "gate_norm", "activation", *TRUNKS["paper"],
+    "dense_layers", "gate_norm", "activation", *TRUNKS["paper"],
 )  # fmt: skip
 
 

@@ -274,7 +274,6 @@ class Prepared(NamedTuple):
     validation: Tokens | None  # None if there is no validation
     core: Sequence[Task]  # empty if CORE is not evaluated
     record: dict[str, Any]  # the content of config.json
-    skipped: tuple[str, ...]  # a line for each shard that was left out
     extended: str | None  # what the learning rates of a run that is extended now become
 
 
