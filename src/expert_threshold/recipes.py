@@ -92,7 +92,7 @@ VARIANTS: dict[str, Method] = {
         "quantile_balancing", {"estimator": "histogram"}, "quantile balancing by a histogram"
     ),
     "null_slots_copy": Method("null_slots", {"null": "copy"}, "null slots that return the token itself"),
-    "top_p_steered": Method("top_p", {"controller": True}, "top-p with the controller of the mean fanout"),
+    "top_p_steered": Method("top_p", {"p": "steered"}, "top-p with the controller of the mean fanout"),
 }
 """Further methods by name; docs/routing.md has the sizes and strengths with which published models use theirs."""
 REFERENCE = "token_choice"

@@ -283,7 +283,7 @@ def test_muon_s_batch_is_no_larger_than_a_small_model() -> None:
 def test_a_free_fanout_is_told_with_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert et("plan", "tiny", "--rule", "top_p") == 0
     assert "top_p has no fixed mean fanout; active parameters" in capsys.readouterr().out
-    assert plan("tiny", "--rule", "top_p", "--rule.controller")["assumed"] is None
+    assert plan("tiny", "--rule", "top_p", "--rule.p", "steered")["assumed"] is None
 
 
 @pytest.mark.parametrize(

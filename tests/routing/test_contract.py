@@ -237,7 +237,7 @@ def test_an_observation_says_what_happened(rule: Rule, training: bool) -> None:
             assert torch.equal(seen.raw_load, seen.load)
             measured = rule.measure(state, seen)
             assert measured["saturation"].tolist() == measured["starvation"].tolist() == [0] * EXPERTS
-        fixed = isinstance(rule, TopP) and not rule.controller  # nothing is aimed at
+        fixed = isinstance(rule, TopP) and rule.p != "steered"  # nothing is aimed at
         target = z.sum() / EXPERTS if fixed else torch.tensor(BATCH * TIME * rule.experts_per_token / EXPERTS)
         torch.testing.assert_close(seen.target, target)
         return
@@ -323,14 +323,14 @@ NONSENSE: list[tuple[type[Rule], dict[str, list[Any]]]] = [
     (QuantileBalancing, {"decay": [1], "estimator": ["mean"]}),
     (ReLU, {"l1_start": [0, None]}),
     (SeqTopK, {"max_per_token": [0, 17, 1.5], "gate": ["relu"], "gate_scale": [0]}),
-    (TopP, {"p": [0, 1.1, None], "controller": [0, "no"], "p_rate": [-0.1, float("inf")]}),
+    (TopP, {"p": [0, 1.1, None, "moved"], "p_rate": [-0.1, float("inf")]}),
     (NullSlots, {"null_slots": [0], "slots_per_token": [40], "experts_per_token": [3], "null": ["half"]}),
     (NullSlots, {"bias_rate": [-1], "gate_scale": [0]}),
 ]
 TOGETHER: list[tuple[type[Rule], dict[str, Any]]] = [
     (NullSlots, {"experts_per_token": 1, "null_slots": 1, "slots_per_token": 4}),
     (SeqTopK, {"max_per_token": 1, "experts_per_token": 2}),  # which is token choice
-    (TopP, {"experts_per_token": 0.5, "controller": True}),  # a token's likeliest expert is always taken
+    (TopP, {"experts_per_token": 0.5, "p": "steered"}),  # a token's likeliest expert is always taken
 ]
 
 

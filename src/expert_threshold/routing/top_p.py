@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ class TopPState(NamedTuple):
     error: Tensor  # () float32, the previous step's
 
 
+P_START = 0.4
+"""A fixed p by default, and the initial value of a steered one."""
 P_GAIN = 0.1
 """Proportional gain u_P of the controller, times the change of the error."""
 
@@ -47,22 +49,25 @@ class TopP(Rule):
     num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(
         1.0,
-        "Mean number of routed experts per token at which the controller aims. Without a controller, p alone decides.",
+        "Mean number of routed experts per token at which a controller aims. A fixed p alone decides.",
     )
-    p: Share = option(0.4, "Total softmax share of a token's experts. With a controller, its initial value.")
-    controller: bool = option(False, "Adjust p so that the mean fanout meets experts_per_token.")
-    p_rate: NonNegative = option(0.02, "Integral gain u_I of the controller, times the error.")
+    p: Literal["steered"] | Share = option(
+        P_START,
+        "Total softmax share of a token's experts. steered adjusts it so that the mean fanout meets experts_per_token.",
+    )
+    p_rate: NonNegative = option(0.02, "Integral gain u_I of the controller of a steered p, times the error.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.controller and self.experts_per_token < 1:
+        if self.p == "steered" and self.experts_per_token < 1:
             raise ValueError(
-                f"experts_per_token={self.experts_per_token} must be at least 1 with a controller, since a token's "
+                f"experts_per_token={self.experts_per_token} must be at least 1 with p='steered', since a token's "
                 "likeliest expert is always taken"
             )
 
     def init(self) -> TopPState:
-        return TopPState(torch.tensor(self.p, dtype=torch.float32), torch.tensor(0.0, dtype=torch.float32))
+        p = P_START if self.p == "steered" else self.p
+        return TopPState(torch.tensor(p, dtype=torch.float32), torch.tensor(0.0, dtype=torch.float32))
 
     def route(
         self, scores: Tensor, state: TopPState, *, training: bool, group: dist.ProcessGroup | None = None
@@ -71,15 +76,15 @@ class TopP(Rule):
         gates = scores.softmax(-1)
         shares, order = gates.detach().sort(dim=-1, descending=True, stable=True)
         before = F.pad(shares.cumsum(-1)[..., :-1], (1, 0))
-        p = state.p if self.controller else self.p  # the state may come from a run with another p
+        p = state.p if self.p == "steered" else self.p  # the state may come from a run with another p
         assignment = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, before < p)
-        target = scores[..., 0].numel() * self.experts_per_token / self.num_experts if self.controller else None
+        target = scores[..., 0].numel() * self.experts_per_token / self.num_experts if self.aims_at_fanout else None
         observation = observe(scores, assignment, gates, target=target)
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
     @torch.no_grad()
     def update(self, state: TopPState, observation: Observation) -> TopPState:
-        if not self.controller:
+        if self.p != "steered":
             return state
         error = (self.experts_per_token - observation.fanout_mean) / self.num_experts
         moved = state.p + P_GAIN * (error - state.error) + self.p_rate * error
@@ -89,21 +94,21 @@ class TopP(Rule):
 
     @property
     def label(self) -> str:
-        return "top-p steered" if self.controller else f"top-p {self.p:g}"
+        return "top-p steered" if self.p == "steered" else f"top-p {self.p:g}"
 
     def scope(self, training: bool) -> Scope:
         return "token"
 
     @property
     def aims_at_fanout(self) -> bool:
-        return self.controller
+        return self.p == "steered"
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
         """Return the tokens over which the mean fanout is taken."""
-        return Window(step if self.controller else None, None)
+        return Window(step if self.aims_at_fanout else None, None)
 
     def describe(self, state: TopPState) -> dict[str, Tensor]:
-        return {"p": state.p if self.controller else torch.full_like(state.p, self.p)}
+        return {"p": state.p if self.p == "steered" else torch.full_like(state.p, self.p)}
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -112,5 +117,5 @@ class TopP(Rule):
 
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:
-        steered = {f"steered to {fanout}": cls(6, fanout, controller=True) for fanout in (1, 2.5, 6)}
+        steered = {f"steered to {fanout}": cls(6, fanout, p="steered") for fanout in (1, 2.5, 6)}
         return {"fixed": cls(6), "everything": cls(6, 6, p=1.0), **steered}
