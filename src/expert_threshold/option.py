@@ -31,7 +31,8 @@ class Bounds(NamedTuple):
 
     def __str__(self) -> str:
         words = zip(("of at least", "above", "at most", "below"), self, strict=True)
-        return " and ".join(f"{word} {bound:,}" for word, bound in words if bound is not None)
+        shown = ((word, f"{bound:,}" if bound >= 1e6 else bound) for word, bound in words if bound is not None)
+        return " and ".join(f"{word} {bound}" for word, bound in shown)
 
 
 Count = Annotated[int, Bounds(least=1)]

@@ -302,7 +302,7 @@ USAGE: list[tuple[str, list[str]]] = [
     ("analyze . --domain start=embedded", ["--domain start=embedded: the name start is taken"]),
     ("analyze . --domain a=code --domain a=embedded", ["--domain a=embedded: the name a is taken"]),
     ("analyze . --human-eval missing", ["--human-eval missing: does not exist"]),
-    ("train --layers 1000000", ["--layers: expected a whole number of at least 1 and at most 1,000, not 1000000"]),
+    ("train --layers 1000000", ["--layers: expected a whole number of at least 1 and at most 1000, not 1000000"]),
     ("export missing --to there", ["missing: no such run folder"]),
     ("export .", ["arguments are required: --to"]),
     ("import missing", ["missing: no config.json"]),
