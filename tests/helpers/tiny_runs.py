@@ -59,7 +59,7 @@ def make_runs(folder: Path) -> Path:
         train(
             RunFolder.create(folder / name),
             GPTConfig.preset("tiny", rule=rule, vocab_size=280, context=16, **sizes, **options),
-            DataConfig(source=str(folder / "corpus.jsonl"), validation_fraction=0.2),
+            DataConfig(source=str(folder / "corpus.jsonl")),
             OptimConfig(),
             TrainConfig(steps=8, batch_size=4, seed=seed, threads=1, device="cpu", **intervals),
             sample=lambda model, tokenizer, step: f"step {step} {SAMPLE}",

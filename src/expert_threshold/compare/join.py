@@ -52,7 +52,7 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
 
 def _budget(run: ComparedRun) -> dict[str, Any]:
     corpus = {"text": run.text.corpus, "tokenizer": run.text.tokenizer}
-    data = {name: value for name, value in run.config["data"].items() if name not in ("source", "skip_damaged")}
+    data = {name: value for name, value in run.config["data"].items() if name != "source"}
     return corpus | data | budget(run.config["train"], run.config["model"])
 
 

@@ -85,7 +85,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that cannot train."""
-        if isinstance(self.betas, list):  # JSON has no tuples
+        if isinstance(vars(self)["betas"], list):  # JSON has no tuples
             object.__setattr__(self, "betas", tuple(self.betas))
         require_valid(OptimConfig, vars(self))
 

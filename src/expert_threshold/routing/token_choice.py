@@ -72,8 +72,7 @@ class TokenChoice(Valued):
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
     capacity_factor: Positive | None = option(
         None,
-        "Most tokens that an expert keeps in training, over the mean load of the micro-batch; the smallest gates are "
-        "dropped. Omit to drop none.",
+        "Maximum load in training, as a multiple of the micro-batch's mean. The smallest gates are dropped.",
     )
 
     def __post_init__(self) -> None:
