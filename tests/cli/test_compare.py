@@ -304,7 +304,7 @@ def test_each_methods_tuned_options_are_recorded_and_kept_apart(
 def test_options_that_give_methods_other_budgets_are_refused(small: Options, refused: Refused, tmp_path: Path) -> None:
     folder = swept(tmp_path / "swept", dense={}, expert_threshold={"train": {"accumulation": 2}})
     command = ["compare", *small, "--rules", "dense,expert_threshold", "--tuned", folder, "--out", tmp_path / "out"]
-    refused(command, "--tuned: expert_threshold has accumulation=2 and dense 1")
+    refused(command, "--tuned: expert_threshold has train.accumulation=2 and dense 1")
 
 
 def test_a_method_that_diverges_has_no_loss_and_the_others_follow(
