@@ -368,8 +368,8 @@ def test_a_model_is_not_loaded_with_another_option_than_it_was_made_with(
     run, model = trained
     made = derive(run, tmp_path / "made", 1, model.state_dict(), model={})
     with edit(made.path / "config.json") as config:
-        config["model"]["softcap"] = 14.0
-    with pytest.raises(ValueError, match=r"config\.json: model\.softcap=14\.0 is not what step 1 was made with"):
+        config["model"]["qk_scale"] = 1.5
+    with pytest.raises(ValueError, match=r"config\.json: model\.qk_scale=1\.5 is not what step 1 was made with"):
         load_model(made.path)
 
 
