@@ -86,11 +86,11 @@ def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[byte
         same &= not any(step.get("add_prefix_space") for step in (split, *rest))
         special = {bos} | {token["content"] for token in content["added_tokens"]}
         same &= model["vocab"].keys() - special == {_show(token) for token in tokens} - special
-        if bos in model["vocab"]:  # ours, whose ids mean what a model has learned
-            same &= all(model["vocab"][_show(token)] == rank for rank, token in enumerate(tokens))
+        if same and bos in model["vocab"]:  # ours, whose ids mean what a model has learned
+            same = all(model["vocab"][name] == i for i, name in enumerate([*map(_show, tokens), bos]))
             if f"sha256 {digest(tokens, pattern)}" not in content["post_processor"]["special_tokens"]:
                 raise ValueError("its content does not match its sha256")
-        if same and not _merges_alike(tokens, merges):
+        elif same and not _merges_alike(tokens, merges):
             raise ValueError("its merges give other tokens by rank than by pair")
     except (LookupError, TypeError, AttributeError):
         same = False
