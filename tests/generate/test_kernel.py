@@ -77,6 +77,16 @@ def test_of_experts_with_the_same_score_a_token_chooses_the_first() -> None:
     assert decoded.assignment.tolist() == [[[True, True, False, False]] * ROWS] * 2
 
 
+@pytest.mark.usefixtures("by")
+@torch.no_grad()
+def test_a_score_equal_to_its_cutoff_does_not_exceed_it() -> None:
+    model = small_model(steps=0)  # whose cutoffs are 0
+    for _, moe in model.moe_layers():
+        moe.router.weight.zero_()
+    (decoded,) = steps(filled(model), count=1)
+    assert not decoded.assignment.any()
+
+
 @needs_kernel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_bfloat16_decoding_errs_by_no_more_than_its_rounding(options: dict[str, Any]) -> None:
