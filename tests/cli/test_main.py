@@ -263,6 +263,9 @@ USAGE: list[tuple[str, list[str]]] = [
     ("train -steps 3", ["unknown option -steps", "did you mean --steps?"]),
     ("train --steps many", ["--steps: expected a whole number of at least 1, not many"]),
     ("train --rule expert_treshold", ["--rule: expected dense", "not expert_treshold; did you mean expert_threshold?"]),
+    ("train --num-experts 8 --rule.num-experts 4", ["--num-experts and --rule.num-experts set the same option"]),
+    ("plan --rule.debias --no-rule.debias", ["--rule.debias and --no-rule.debias set the same option"]),
+    ("plan --experts-per-token 40", ["rule.experts_per_token=40.0 must be above 0 and at most rule.num_experts=16"]),
     ("train tiny d12", ["unexpected d12", "see et train --help"]),
     ("train --matrix-lr nan", ["--matrix-lr: expected a number above 0 and below 1e+30, not nan"]),
     (
@@ -370,6 +373,13 @@ def test_a_rule_s_option_that_is_none_is_named_with_its_file(
 ) -> None:
     (tmp_path / "file.json").write_text(json.dumps({"rule": rule}))
     refused(["plan", "--config", tmp_path / "file.json"], f"--config {tmp_path / 'file.json'}: {message}")
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", '{"train": {"seed": 7}}'), ("a.toml", "[train]\nseed = 7\n")])
+def test_a_file_may_begin_with_a_byte_order_mark(name: str, text: str, tmp_path: Path) -> None:
+    """Some editors of Windows write one, and the file was called neither JSON nor TOML."""
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert resolve_run({"config": str(tmp_path / name)}).train.seed == 7
 
 
 def test_options_of_a_file_s_rule_may_need_those_that_are_typed(tmp_path: Path) -> None:

@@ -355,6 +355,7 @@ def test_options_that_contradict_each_other_cost_one_trial(small: Options, tmp_p
         (["--space", "optim.matrix_lr=0.1|0.1"], ["nothing to search"]),
         (["--space", "optim.matrix_lr=0.1|0.2|1e-1"], ["nothing to search", "two or more different values"]),
         (["--space", "train.batch_size=1|2"], ["batch_size cannot be searched", "sweep once for each --batch-size"]),
+        (["--space", "train.steps=1..9"], ["train.steps cannot be searched, since all trials have the same text"]),
         (["--space", "optim.matrix_lr=0.1..0.1"], ["nothing to search", "0.1 is not below 0.1"]),
         (["--space", "optim.weight_decay=0..0.1:log"], ["must start above 0"]),
         (

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_threshold.optim.groups import linear
+from expert_threshold.optim.groups import falling
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import evaluations, loop
 from expert_threshold.train.budget import AIM, SHARE_OF_STEPS, TOLERANCE, Between, Budget
@@ -91,7 +91,7 @@ def test_a_steady_speed_measured_right_changes_the_schedule_next_to_nothing() ->
     assert len(changed) == 1
     assert changed[0].seconds <= 0.06 * SECONDS
     for step in range(steps):
-        factor, straight = linear(budget.progress(step), budget.scheduled, 0.1), 1 - 0.9 * step / steps
+        factor, straight = falling(budget.progress(step), budget.scheduled, 0.1, 1.0), 1 - 0.9 * step / steps
         assert abs(factor - straight) < 0.01
 
 
