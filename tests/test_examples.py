@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from processes import run_python
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "examples" / "first_look.ipynb"
 
 
 def run(name: str) -> str:
@@ -34,3 +36,26 @@ def test_a_llama_trains_with_the_layer_in_its_blocks() -> None:
     pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", run("llama_block.py"))]
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_first_look_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install nbclient ipykernel")
+    pytest.importorskip("ipykernel", reason="needs ipykernel: pip install ipykernel")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[viz]'")
+    program = """if True:
+        import sys, nbformat, nbclient
+        notebook = nbformat.read(sys.argv[1], 4)
+        nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+        kinds = [kind for cell in notebook.cells for out in cell.get("outputs", []) for kind in out.get("data", ())]
+        print(kinds.count("image/png"), kinds.count("text/html"))
+    """
+    less = {"FIRST_LOOK": "--steps 4 --batch-size 4 --train.accumulation 1"}
+    assert run_python("-c", program, NOTEBOOK, environment=less, cwd=tmp_path).split()[-2:] == ["2", "1"]
+
+
+def test_the_first_look_is_saved_with_outputs_that_are_small_and_name_no_machine() -> None:
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert sum(bool(cell["outputs"]) for cell in cells) == 4
+    assert len(text) < 300_000
+    assert not re.search(r"/(home|root|tmp|work|Users)/", text)
