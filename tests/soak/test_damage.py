@@ -7,11 +7,14 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
 from campaign import campaign, trials
 from cases import et
+from expert_threshold.data import open_source
 from expert_threshold.runs import RunFolder, load_model
 
 from .forks import Forks, outcome
@@ -72,3 +75,32 @@ def test_no_damaged_file_of_a_run_is_loaded(
 
     campaign("flips and truncations of a run", trials, trial)
     print(named)
+
+
+@trials(100, few=20)
+def test_no_damaged_shard_with_checksums_is_read(trials: int, tmp_path: Path) -> None:
+    """A letter that changed was trained on."""
+    for shard in range(4):
+        texts = [f"document {i} of shard {shard} " + "with some words " * (i % 9) for i in range(60)]
+        table = pyarrow.table({"text": texts})
+        path = tmp_path / f"{shard}.parquet"
+        pyarrow.parquet.write_table(table, path, row_group_size=16, write_page_checksum=True)
+
+    def read() -> list[list[str]]:
+        corpus = open_source(str(tmp_path))
+        return [list(corpus.documents("train")), list(corpus.documents("validation"))]
+
+    expected = read()
+
+    def trial(chance: random.Random) -> None:
+        path = tmp_path / f"{chance.randrange(4)}.parquet"
+        whole = damage(path, chance)
+        try:
+            assert read() == expected
+        except ValueError as error:
+            if str(path) not in str(error) or "\n" in str(error):
+                raise AssertionError(error) from error
+        finally:
+            path.write_bytes(whole)
+
+    campaign("damaged shards", trials, trial)

@@ -255,7 +255,8 @@ def _parquet(path: Path, text_field: str, groups: Sequence[int] | None = None) -
 @contextmanager
 def _parquet_file(path: Path, text_field: str) -> Iterator[pyarrow.parquet.ParquetFile]:
     """Yield the open file. Raises ValueError if it lacks the column, or is found damaged while it is read."""
-    with _damage_named(path, "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
+    # Checksums of pages are optional in Parquet. Without them a changed letter may go unnoticed.
+    with _damage_named(path, "Parquet"), pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         columns = file.schema_arrow
         if text_field not in columns.names:
             raise ValueError(
