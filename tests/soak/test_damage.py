@@ -33,7 +33,7 @@ def damage(path: Path, chance: random.Random) -> bytes:
     return whole
 
 
-@trials(1000, few=20)
+@trials(1000, few=8)
 def test_no_damaged_file_of_a_run_is_loaded(
     trials: int, forks: Forks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ def steps_made(run: Path) -> int:
     return max((record["step"] for record in RunFolder(run).metrics.read() if record["split"] == "train"), default=0)
 
 
-@trials(40)
+@trials(40, few=1)
 @pytest.mark.parametrize(
     ("moment", "more", "ranks"),
     [

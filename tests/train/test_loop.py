@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import resource
 import shutil
 import signal
 import textwrap
@@ -539,28 +538,6 @@ def test_a_dead_expert_is_told_once(start: Start, tmp_path: Path, monkeypatch: p
     forget_after(tmp_path / "run", 4)
     start(model=model, console=plain.console, log_every=2, resume=True)
     assert len(metrics(tmp_path / "run", "event")) == 1
-
-
-def test_a_full_disk_harms_no_earlier_checkpoint(start: Start, tmp_path: Path) -> None:
-    """The system refuses files above a size that the checkpoint exceeds."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill(model: GPT, tokenizer: Tokenizer, step: int) -> str:
-        if step == 6:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-        return ""
-
-    try:
-        with pytest.raises(OSError, match=r"large|space|exceeded"):
-            start(sample_every=2, sample=fill)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    run = RunFolder.open(tmp_path / "run")
-    assert run.checkpoints() == [4]
-    assert run.load_checkpoint().step == 4
-    start(resume=True)
-    start("whole")
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 SCRIPT = """
