@@ -28,7 +28,7 @@ import pytest
 
 from cases import TEXT
 from expert_threshold import full_run
-from expert_threshold.cli import analyze, calibrate, compare, generate, main, plan, train
+from expert_threshold.cli import analyze, calibrate, compare, generate, main, plan, retrofit, train
 from expert_threshold.cli import sweep as sweep_command
 from expert_threshold.compare import sweep
 from expert_threshold.config import RunConfig
@@ -156,7 +156,7 @@ def shallow(config: RunConfig) -> RunConfig:
 
 
 # What commands other than those that train are asked for at most.
-LESS = {"tokens": 128, "max_tokens": 4}
+LESS = {"tokens": 128, "max_tokens": 4, "distill_routers": 2}
 # Of all figures; the others have tests of their own.
 FIGURES = ("loss_by_method", "passage_intensity", "load_balance")
 
@@ -202,7 +202,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(full_run, "write_report", lambda folder: None)
     chosen = analyze.chosen_studies
     monkeypatch.setattr(analyze, "chosen_studies", lambda text: [s for s in chosen(text) if s.name in FIGURES])
-    for module, name in ((calibrate, "parse"), (analyze, "parse_all"), (generate, "parse_all")):
+    for module, name in ((calibrate, "parse"), *((module, "parse_all") for module in (analyze, generate, retrofit))):
         monkeypatch.setattr(module, name, asked_less(getattr(module, name)))
     return folder
 

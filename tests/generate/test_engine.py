@@ -39,7 +39,7 @@ class Script:
 
     def read(self, *_: object, **__: object) -> Decoded:
         logits = torch.nn.functional.one_hot(torch.tensor([next(self.tokens, 0)]), self.vocab_size)
-        return Decoded.of(Output(logits.float()[None], None, None, None, (), ()), 0)
+        return Decoded.of(Output(logits.float()[None], None, None, None, (), ()), None)
 
     step = read
 

@@ -35,6 +35,7 @@ COMMANDS = {
     "audit": Entry("audit", "audit the experts and the causality of any language model, ours or of transformers"),
     "calibrate": Entry("calibrate", "set a trained model's cutoffs, for any rate, without training"),
     "upcycle": Entry("upcycle", "initialize a Mixture-of-Experts run from a dense one"),
+    "retrofit": Entry("retrofit", "turn a top-k mixture into one of variable fanout, and compare both"),
     "export": Entry("export", "export a trained model to a folder for Hugging Face transformers"),
     "import": Entry("import_", "turn such a folder, fine-tuned or not, into a run folder"),
 }

@@ -21,7 +21,7 @@ from ..kernels.cpu.decode import decoder_add_layer, decoder_append, decoder_crea
 from ..model import GPT, Cache, Output
 from ..model.attention import rotary
 from ..model.gpt import Block
-from ..moe import Router, RoutingHistory
+from ..moe import Router, RoutingHistory, Rule
 
 PREFILL = 256
 """Prompt tokens per forward; bounds the memory of masks and logits."""
@@ -53,26 +53,26 @@ class Decoded(NamedTuple):
     assigned: int
 
     @classmethod
-    def of(cls, output: Output, num_experts: int) -> Decoded:
-        """Build the record from a recorded forward without targets."""
+    def of(cls, output: Output, rule: Rule | None) -> Decoded:
+        """Build the record from a recorded forward without targets, of a model with that rule."""
         assert output.logits is not None
         assert output.routings is not None
         logits = output.logits.flatten(0, 1)
         highest, likeliest = logits.max(-1)
         peaks = list(map(LogitStats, likeliest.tolist(), highest.tolist(), logits.logsumexp(-1).tolist()))
-        if not output.routings:
+        if rule is None or not output.routings:
             nothing = logits.new_empty(0, len(logits), 0)
             return cls(logits, peaks, nothing, nothing.bool(), nothing, 0)
         scores, assignment, gates = (
             torch.stack([getattr(routing, name).flatten(0, 1) for routing in output.routings])
             for name in ("scores", "assignment", "gates")
         )
-        assignment, gates = assignment[..., :num_experts], gates[..., :num_experts]  # null slots may follow them
-        return cls(logits, peaks, scores, assignment, gates, int(assignment.sum()))
+        assignment, gates = (part[..., : rule.num_experts] for part in (assignment, gates))  # null slots may follow
+        return cls(logits, peaks, scores, assignment, None if rule.sigmoid_gates else gates, int(assignment.sum()))
 
     @classmethod
     def join(cls, parts: Sequence[Decoded]) -> Decoded:
-        """Return the results for the tokens of all parts, in order. Gates must be given."""
+        """Return the results for the tokens of all parts, in order."""
         if len(parts) == 1:
             return parts[0]
         logits, peaks, scores, assignment, gates, assigned = zip(*parts, strict=True)
@@ -81,7 +81,7 @@ class Decoded(NamedTuple):
             peaks=[peak for some in peaks for peak in some],
             scores=torch.cat(scores, 1),
             assignment=torch.cat(assignment, 1),
-            gates=torch.cat(gates, 1),
+            gates=None if gates[0] is None else torch.cat(gates, 1),
             assigned=sum(assigned),
         )
 
@@ -155,10 +155,10 @@ class Decoder:
 
     @torch.inference_mode()
     def _forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], last: bool = False) -> Decoded:
-        config, cache = self.model.config, self.cache.select(rows)
+        cache = self.cache.select(rows)
         ids = torch.tensor(tokens, device=cache.held.device)
         output = self.model(ids, cache=cache, record=True, last=last)
-        return Decoded.of(output, 0 if config.rule is None else config.rule.num_experts)
+        return Decoded.of(output, self.model.config.rule)
 
 
 class Kernel:

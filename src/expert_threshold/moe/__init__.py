@@ -27,11 +27,13 @@ from .backends import BACKENDS, DispatchName
 from .experts import Experts, FeedForward, Linear, hooked, plain
 from .follow import Follower, FollowerHook, follow
 from .layer import GateNorm, MoE, require_rule
+from .replay import Capture, decide, replay, routing_version
 from .router import Router, RoutingHistory
 
 __all__ = [
     "BACKENDS",
     "ActivationName",
+    "Capture",
     "DispatchName",
     "ExpertChoice",
     "ExpertThreshold",
@@ -48,10 +50,13 @@ __all__ = [
     "RoutingHistory",
     "Rule",
     "all_finite",
+    "decide",
     "follow",
     "hooked",
     "plain",
+    "replay",
     "require_rule",
+    "routing_version",
     "rule_from_dict",
     "rule_to_dict",
     "scores_not_finite",

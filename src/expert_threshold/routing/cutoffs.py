@@ -7,7 +7,7 @@ keep the running mean of sketches of all scores, from which cutoffs for any othe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..option import Count
-from .gates import Gated, PlainGate
+from .gates import Gated
 from .observation import Observation, Routing, observe
 from .rule import Scope, Window
 from .selection import Cut, take
@@ -234,12 +234,17 @@ def as_ratio(number: float) -> tuple[int, int]:
     return Fraction(str(number)).as_integer_ratio()
 
 
-def route_by_cutoff(scores: Tensor, gates: Tensor, cutoff: Tensor, experts_per_token: float) -> Routing:
+GatesOf = Callable[[Tensor, Tensor], Tensor]
+"""`Gated.gates_of`: gates (batch, time, experts) from scores (batch, time, num_scores) and the assignment."""
+
+
+def route_by_cutoff(scores: Tensor, gates_of: GatesOf, cutoff: Tensor, experts_per_token: float) -> Routing:
     """Return the routing z = 1{r > c}, by each token's own score alone (paper, Eq. 6; Algorithm 1, line 3).
 
-    scores: (batch, time, num_scores), the experts' first. gates: (batch, time, experts).
+    scores: (batch, time, num_scores), the experts' first.
     """
     assignment = scores[..., : len(cutoff)] > cutoff
+    gates = gates_of(scores, assignment)
     target = scores[..., 0].numel() * experts_per_token / len(cutoff)
     nothing = torch.zeros_like(cutoff)
     observation = observe(
@@ -257,16 +262,19 @@ def route_by_cutoff(scores: Tensor, gates: Tensor, cutoff: Tensor, experts_per_t
     return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
 
-def route_by_cut(scores: Tensor, gates: Tensor, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor) -> Routing:
+def route_by_cut(
+    scores: Tensor, gates_of: GatesOf, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor
+) -> Routing:
     """Return the routing that takes the tokens of `pools` up to the cut, observed against the running cutoff.
 
-    scores: (batch, time, num_scores); pools were formed from the experts', which come first. gates: (batch, time,
-    experts). kth: the pools' cuts of the k largest.
+    scores: (batch, time, num_scores); pools were formed from the experts', which come first. kth: the pools' cuts of
+    the k largest.
     """
     taken = take(pools.scores, cut)
     above = (pools.scores > cutoff).sum(1)
     excess = above - taken.sum(1)  # (pools, experts): tokens dropped or, where negative, filled in
-    assignment = taken.reshape(gates.shape)
+    assignment = taken.reshape(*scores.shape[:-1], len(cutoff))
+    gates = gates_of(scores, assignment)
     observation = observe(
         scores,
         assignment,
@@ -312,7 +320,6 @@ class ByCutoff(Gated):
     pool: Pool
     decay: float
     debias: bool
-    gate: PlainGate  # never a normalised one, since a token may have no expert
 
     @property
     def slack(self) -> float | None:
@@ -327,13 +334,12 @@ class ByCutoff(Gated):
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
         """Return the routing by `cut` in training, else z = 1{r > c}. scores: (batch, time, num_scores) float32."""
-        gates = self.gates_of(scores)
         if not training:
-            return route_by_cutoff(scores, gates, cutoff(state), self.experts_per_token)
+            return route_by_cutoff(scores, self.gates_of, cutoff(state), self.experts_per_token)
         pools = form_pools(self.without_nulls(scores), self.pool, group)
         ks = bounds(pools.tokens, self.experts_per_token, self.num_experts, self.slack)
         cut, kth = self.cut(pools, ks, state)
-        return route_by_cut(scores, gates, pools, cut, k=ks[0], kth=kth, cutoff=cutoff(state))
+        return route_by_cut(scores, self.gates_of, pools, cut, k=ks[0], kth=kth, cutoff=cutoff(state))
 
     def update(self, state: CutoffState, observation: Observation) -> CutoffState:
         return update_cutoff(state, observation, self.decay, self.debias)

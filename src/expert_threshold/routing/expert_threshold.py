@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..option import Count, Decay, NonNegative, NonNegativeInt, option
+from ..option import Count, Decay, NonNegative, NonNegativeInt, Positive, option
 from .cutoffs import (
     PAPER_DECAY,
     PAPER_STEPS,
@@ -21,7 +21,7 @@ from .cutoffs import (
     follow_trend,
     scaled_decay,
 )
-from .gates import NULL_SCORES, PlainGate
+from .gates import NULL_SCORES, Gate
 from .observation import Observation
 from .rule import Rule, Scope, Window
 from .selection import Cut, clamp, kth_largest
@@ -57,9 +57,12 @@ class ExpertThreshold(ByCutoff):
         "Estimator of the cutoffs. mean is the paper's running mean; trend adds a slope, so that cutoffs do not lag "
         "behind drifting scores, for runs of up to 2000 steps with a decay of 0.6.",
     )
-    gate: PlainGate = option(
-        "sigmoid", "Gate of an expert's output. sigmoid is the paper's; softmax is over all experts and null scores."
+    gate: Gate = option(
+        "sigmoid",
+        "Gate of an expert's output. sigmoid is the paper's; softmax is over all experts and null scores. The others "
+        "are divided by their sum over the token's experts, as many checkpoints have them.",
     )
+    gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
 
     def __post_init__(self) -> None:
@@ -144,6 +147,7 @@ class ExpertThreshold(ByCutoff):
             "96 tokens": cls(6, 1, warmup_steps=0, pool=96),
             "trend": cls(6, 1, warmup_steps=2, decay=0.5, estimator="trend"),
             "softmax gates": cls(6, 1, warmup_steps=2, decay=0.5, gate="softmax"),
+            "normalised gates": cls(6, 1, warmup_steps=2, decay=0.5, gate="sigmoid_normalised", gate_scale=2.5),
             "null scores": cls(6, 1, warmup_steps=2, decay=0.5, gate="softmax", null_scores=3),
             "not debiased": cls(6, 1, warmup_steps=0, decay=0.9, debias=False),
         }

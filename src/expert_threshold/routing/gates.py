@@ -67,14 +67,15 @@ class Gated(Rule):
         sigmoid: σ(r). softmax: exp(r) / Σ exp(r) over all scores, as in Switch and OLMoE. softmax_chosen: the same over
         the chosen experts, as in Mixtral, and in Qwen3-MoE with norm_topk_prob. sigmoid_normalised: σ(r) / Σ z σ(r), as
         in DeepSeek-V3, whose routed_scaling_factor is gate_scale. The gates of experts that are not chosen are
-        unspecified.
+        unspecified, but finite.
         """
         if self.gate in ("sigmoid", "softmax"):
             # Copied where null scores are left out: FSDP2 warns of outputs that are views.
             gates = self.without_nulls(weights_of(self.gate, scores)).contiguous()
         else:
             assert assignment is not None, f"gate={self.gate!r} is normalised over the assignment"
-            gates = _log_weights(self.gate, scores).masked_fill(~assignment, float("-inf")).softmax(-1)
+            left_out = ~assignment & assignment.any(-1, keepdim=True)  # a token without experts needs a finite sum, too
+            gates = _log_weights(self.gate, scores).masked_fill(left_out, float("-inf")).softmax(-1)
         return gates if self.gate_scale == 1 else self.gate_scale * gates
 
     def label_of_gates(self) -> str:

@@ -1,0 +1,225 @@
+"""`et retrofit`: turns a top-k checkpoint into one of variable fanout, and compares both."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from rich.console import Console
+
+from ..data import Corpus, Loader, Tokens, open_source, pack
+from ..data.loader import shuffled
+from ..data.sources import absolute
+from ..evaluation.by_document import Comparison, Sums, compare
+from ..files import read_json, replace_file, replace_json, require_free
+from ..integrations.retrofit import (
+    Calibrator,
+    Checkpoint,
+    Cutoffs,
+    Sample,
+    at_top,
+    distill,
+    document_sums,
+    open_checkpoint,
+    routers,
+    sample,
+    threshold_rule,
+)
+from ..option import Count, NonNegativeInt, Positive
+from ..routing import ExpertThreshold
+from ..train.device import keep_freed_memory, pick_device, pick_dtype
+from ..train.interrupt import Interrupt
+from ..train.log import Display
+from .options import COMPUTE, STEP, Option, parse_all
+
+OPTIONS = [
+    Option(
+        "model", str, None, "A run, or a folder of transformers; it stays as it is.", positional=True, required=True
+    ),
+    Option("to", str, None, "The folder to make, of the same kind as MODEL.", required=True),
+    Option("data", str, None, "Text, as for et train. Its held-out part is for the comparison.", required=True),
+    Option("text_field", str, "text", "Field or column of --data that holds the text, in .jsonl and .parquet."),
+    Option("experts_per_token", float | None, None, "Mean fanout to set. Defaults to the checkpoint's."),
+    Option("cutoffs", Cutoffs, "scores", "How the cutoffs to keep are set. All ways are compared."),
+    Option("tokens", Count, 65_536, "Tokens to calibrate on."),
+    Option("distill_routers", NonNegativeInt, 0, "Steps in which the checkpoint then teaches the routers."),
+    Option("distill_all", NonNegativeInt, 0, "Steps in which it then teaches all weights."),
+    Option("lr", Positive, 3e-4, "Peak learning rate of these steps."),
+    Option("batch_size", Count, 16, "Sequences in each of these steps."),
+    Option("eval_tokens", Count, 400_000, "Held-out tokens to compare on, in whole documents."),
+    Option("seed", NonNegativeInt, 0, "Seed for the choice of text and for the bootstrap."),
+    STEP,
+    *COMPUTE,
+]
+DESCRIPTION = (
+    "Turn a mixture that routes by top k into one that routes by expert threshold: cutoffs are set by a text, and "
+    "self-distillation may follow. Its loss is compared with that of static top k' for every k' up to twice the "
+    "checkpoint's.\n\nUnfinished work is kept in TO.partial; the same command continues it."
+)
+ASKED = "options.json"
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Write the new folder, and print the comparison."""
+    options = parse_all("et retrofit", DESCRIPTION, OPTIONS, arguments)
+    to = Path(options["to"])
+    require_free(to)
+    device = pick_device(options["device"])
+    keep_freed_memory()
+    source = open_checkpoint(options["model"], options["step"], device, pick_dtype(options["dtype"], device))
+    rule = threshold_rule(source.rule, float(options["experts_per_token"] or source.rule.experts_per_token))
+    asked = options | {"model": absolute(options["model"]), "data": absolute(options["data"])}
+    work = to.with_name(f"{to.name}.partial")
+    if work.exists() and read_json(work / ASKED) != asked:
+        raise ValueError(f"{work}: holds unfinished work with other options; repeat those, or delete it")
+    corpus = open_source(options["data"], options["text_field"])
+    with Interrupt() as interrupt, Display(Console(stderr=True), name=options["to"]) as display:
+        documents = _documents(source, corpus, options)
+        steps = max(options["distill_routers"], options["distill_all"]) * options["batch_size"]
+        enough = options["tokens"] + (steps + 1) * source.context
+        train = pack(corpus, source.tokenizer, "train", display.task("reading text"), max_tokens=enough)
+        work.mkdir(parents=True, exist_ok=True)
+        replace_json(work / ASKED, asked)
+        interrupt.deferred = True
+        job = Job(options, source, documents, train, work, display, interrupt)
+        model, static, variable = job.do(rule)
+    targets = [len(ids) - 1 for ids in documents]
+    compared = {name: compare(static, sums, targets, options["seed"]) for name, sums in variable.items()}
+    report = {
+        "options": options,
+        "rule": source.rule.label,
+        "text": corpus.hash,
+        "documents": len(documents),
+        "tokens": sum(targets),
+        "static": [float(sums[:, 0].sum() / sum(targets)) for sums in static],
+        "variable": {name: found._asdict() for name, found in compared.items()},
+    }
+    source.save(model, to)
+    replace_json(to / "retrofit.json", report)
+    replace_file(to / "retrofit.md", (text := _markdown(report, compared)).encode())
+    shutil.rmtree(work)
+    print(text, end="")
+
+
+def _documents(source: Checkpoint, corpus: Corpus, options: Mapping[str, Any]) -> list[Any]:
+    """Return the ids of held-out documents, drawn by the seed. Raises ValueError for fewer than two."""
+    held_out = pack(corpus, source.tokenizer, "validation", max_tokens=8 * options["eval_tokens"])
+    found: list[Any] = []
+    for document in shuffled(held_out.documents, options["seed"]):
+        ids = held_out.ids[slice(*held_out.offsets[document : document + 2])]
+        if len(ids) > 1 and sum(map(len, found)) < options["eval_tokens"]:
+            found.append(ids)
+    if len(found) < 2:
+        raise ValueError(f"--data {options['data']}: {len(found)} held-out document to compare on; give at least 2")
+    return found
+
+
+class Job(NamedTuple):
+    """The work, whose parts are kept in the folder `work` as they are done."""
+
+    options: Mapping[str, Any]
+    source: Checkpoint
+    documents: list[Any]
+    train: Tokens
+    work: Path
+    display: Display
+    interrupt: Interrupt
+
+    def do(self, rule: ExpertThreshold) -> tuple[Any, list[Sums], dict[str, Sums]]:
+        """Return the model to keep, and the sums of static top k′ by k′ and of the others by name."""
+        source, cutoffs = self.source, self.options["cutoffs"]
+        model, first = source.with_rule(rule), self.sample("calibrating", source.model)
+        fanouts = [share * rule.experts_per_token for share in (0.25, 0.5, 0.75, 1, 1.5)]
+        variable: dict[str, Sums] = {}
+        for way in get_args(Cutoffs):
+            Calibrator.of(way, source, first.norms).set(model, first.scores)
+            variable |= {f"{way} at {at:g}": self.at(at, f"{way} at {at:g}", model) for at in fanouts}
+        static = [self.at(0, "no experts", model)]
+        most = source.rule.num_experts * source.rule.groups_per_token // source.rule.num_groups
+        for k in range(1, min(2 * source.rule.experts_per_token, most) + 1):
+            with at_top(source.model, source.rule, k):
+                static.append(self.measure(f"top {k}", source.model))
+        calibrator = Calibrator.of(cutoffs, source, first.norms)
+        calibrator.set(model, first.scores)
+        for seed, stage in enumerate(("routers", "all"), start=1):
+            if steps := self.options[f"distill_{stage}"]:
+                distill(
+                    source.model,
+                    model,
+                    self.batches(seed),
+                    steps,
+                    self.options["lr"],
+                    self.work / stage,
+                    routers_only=stage == "routers",
+                    calibrator=calibrator,
+                    progress=self.display.task(f"distilling {stage}"),
+                    stop=lambda: self.interrupt.requested,
+                )
+                again = self.sample("calibrating again", model)
+                calibrator = Calibrator.of(cutoffs, source, again.norms)
+                calibrator.set(model, again.scores)
+                named = f"{cutoffs}, distilled {stage}"
+                variable |= {f"{named} at {at:g}": self.at(at, f"{named} at {at:g}", model) for at in fanouts}
+        return model, static, variable
+
+    def batches(self, seed: int) -> Loader:
+        return Loader(self.train, self.options["batch_size"], self.source.context, self.options["seed"] + seed)
+
+    def sample(self, what: str, model: Any) -> Sample:
+        count = -(-self.options["tokens"] // (self.options["batch_size"] * self.source.context))
+        shown = self.display.task(what)
+        return sample(model, islice(self.batches(0), count), lambda done: self.go_on(shown, done, count))
+
+    def at(self, fanout: float, name: str, model: Any) -> Sums:
+        for router in routers(model).values():
+            router.rate = fanout
+        found = self.measure(name, model)
+        for router in routers(model).values():
+            router.rate = None
+        return found
+
+    def measure(self, name: str, model: Any) -> Sums:
+        """Return a model's sums by document; those known are read."""
+        path, shown = self.work / f"{name.replace(' ', '-')}.json", self.display.task(name)
+        sums: list[tuple[float, float]] = read_json(path)["sums"] if path.exists() else []
+        try:
+            for ids in self.documents[len(sums) :]:
+                sums.append(document_sums(self.source, model, ids))
+                self.go_on(shown, len(sums), len(self.documents))
+        finally:
+            replace_json(path, {"sums": sums})
+        return np.array(sums)
+
+    def go_on(self, shown: Any, done: int, total: int) -> None:
+        """Show progress. Raises KeyboardInterrupt if a signal came."""
+        shown(done, total)
+        if self.interrupt.requested:
+            raise KeyboardInterrupt
+
+
+def _markdown(report: Mapping[str, Any], compared: Mapping[str, Comparison]) -> str:
+    rows = {who: [n for n, found in compared.items() if found.lower == who] for who in ("static", "variable", "open")}
+    lines = [
+        f"Static top k′ has the lower loss than: {'; '.join(rows['static']) or 'none'}. Variable fanout has the lower "
+        f"loss with: {'; '.join(rows['variable']) or 'none'}. Undecided: {'; '.join(rows['open']) or 'none'}.",
+        "",
+        f"Nats per token on {report['documents']} held-out documents, {report['tokens']:,} tokens. Between two k′ the "
+        "static loss is interpolated; intervals are a bootstrap's over documents, 95 % for each row by itself.",
+        "",
+        "| static top k′ | loss |\n|---:|---:|",
+        *(f"| {k} | {loss:.4f} |" for k, loss in enumerate(report["static"])),
+        "",
+        "| cutoffs by | fanout | loss | static at that fanout | difference | 95 % interval |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, found in compared.items():
+        beside = " |  |  | "
+        if found.interval is not None:
+            low, high = found.interval
+            beside = f"{found.static_loss:.4f} | {found.difference:+.4f} | {low:+.4f} to {high:+.4f}"
+        lines.append(f"| {name} | {found.fanout:.3f} | {found.loss:.4f} | {beside} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,48 @@
+"""Routing capture: generation returns what was routed where, for `replay` in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..data import Tokenizer
+from ..model import GPT
+from ..moe import Capture, routing_version
+from .engine import Engine, Request
+
+
+class Generated(NamedTuple):
+    text: str  # without the prompt
+    capture: Capture  # of the prompt and the text
+
+
+def generate_captured(
+    model: GPT, tokenizer: Tokenizer, requests: Sequence[Request], *, slots: int = 8
+) -> list[Generated]:
+    """Generate for all requests, `slots` at a time, and return each text with its routing.
+
+    Raises ValueError for an invalid request, or if a logit is not finite.
+    """
+    engine = Engine(model, tokenizer, slots=slots)
+    active = [engine.add(request._replace(record=True, echo=True)) for request in requests]
+    while engine.busy:
+        engine.step()
+    found = []
+    for writing in active:
+        if writing.error is not None:
+            raise ValueError(writing.error)
+        steps = [*writing.prompt, *writing.steps]
+        routings = [step.routing for step in steps if step.routing is not None]
+        scores = torch.tensor([[layer.scores for layer in routing] for routing in routings]).transpose(0, 1)
+        assignment, gates = torch.zeros_like(scores, dtype=torch.bool), torch.zeros_like(scores)
+        for time, routing in enumerate(routings):
+            for layer, (_, experts, own) in enumerate(routing):
+                assignment[layer, time, experts] = True
+                gates[layer, time, experts] = torch.tensor(own)
+        tokens = torch.tensor([step.token for step in steps])
+        version = routing_version(model, writing.request.rate)
+        capture = Capture(tokens, scores.contiguous(), assignment, gates, version)
+        found.append(Generated("".join(step.text for step in writing.steps), capture))
+    return found

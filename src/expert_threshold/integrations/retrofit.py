@@ -1,0 +1,324 @@
+"""Turns a top-k checkpoint, a run of ours or a mixture of transformers, into one of variable fanout.
+
+Cutoffs come from the scores of a text; then the checkpoint may teach its retrofitted copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data import IGNORED, Batch, Tokens, windows
+from ..files import new_folder, read_json
+from ..model import GPT, GPTConfig
+from ..moe import MoE, Router
+from ..routing import ExpertThreshold, Routing, Rule, TokenChoice, rule_name
+from ..routing.cutoffs import LAST, LEVELS, CutoffState, dial
+from ..runs import RunFolder
+from ..runs.checkpoint import read, saved_steps, write
+from ..runs.folder import derive
+
+Cutoffs = Literal["loads", "scores", "norms"]
+"""loads: each expert's k-th largest score. scores: one cutoff for all experts, on score + bias. norms: one for all, on
+gate × mean norm of the expert's output."""
+LOGITS_AT_ONCE, LONGEST = 2**25, 1024  # numbers; tokens at once of a mixture of transformers
+MEMORY, SAVE_EVERY = 0.95, 100  # while distilling: decay of the cutoffs' mean, steps between checkpoints
+
+
+class Checkpoint:
+    """A run that routes by top k, with its model in evaluation mode. Raises ValueError for any other."""
+
+    def __init__(self, path: str, step: int | None, device: torch.device, dtype: torch.dtype) -> None:
+        self.folder = RunFolder.open(path)
+        with self.folder.named():
+            config = GPTConfig.from_dict(self.folder.config)
+        self.rule = _require_top_k(path, None if config.dense_layers == config.layers else config.rule)
+        saved = self.folder.load_checkpoint(step, parts=("model",))
+        self.step, self.context, self.vocab_size = saved.step, config.context, config.vocab_size
+        self.model: Any = GPT(config, dtype).to(device).eval()
+        self.model.load_state_dict(saved.tensors["model"])
+        self.tokenizer: Any = self.folder.tokenizer()
+
+    def with_rule(self, rule: Rule) -> Any:
+        """Return a copy of the model that routes by the rule, with a new state."""
+        other = GPT(replace(self.model.config, rule=rule), self.model.compute_dtype).to(self.model.embed.weight.device)
+        weights = {name: w for name, w in self.model.state_dict().items() if ".router.state_" not in name}
+        other.load_state_dict(weights, strict=False)
+        return other.eval()
+
+    def nats(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed loss of the targets."""
+        nats: Tensor = model(tokens, targets).token_losses.sum()
+        return nats
+
+    def save(self, model: Any, to: Path) -> None:
+        """Write the model into a new folder of the same kind, atomically."""
+        derive(self.folder, to, self.step, model.state_dict(), model=model.config.to_dict())
+
+
+class OfTransformers(Checkpoint):
+    """The same of a folder of transformers with a mixture that `swap_rule` knows."""
+
+    def __init__(self, path: str, architecture: str, device: torch.device) -> None:
+        try:
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+
+            from .swap import own_rule, swap_rule
+        except ImportError as error:
+            raise ValueError(f"{path} is a model of transformers, which is not installed: {error}") from None
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path}: transformers cannot load the architecture {architecture} ({error})") from None
+        self.rule, self._swap = _require_top_k(path, own_rule(model)), swap_rule
+        self.model, self.tokenizer = (
+            swap_rule(model.to(device).eval(), self.rule),
+            Words(AutoTokenizer.from_pretrained(path)),
+        )
+        self.context, self.vocab_size = min(LONGEST, model.config.max_position_embeddings), model.config.vocab_size
+
+    def with_rule(self, rule: Rule) -> Any:
+        return self._swap(copy.deepcopy(self.model), rule)
+
+    def nats(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = model(tokens).logits.float().flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def save(self, model: Any, to: Path) -> None:
+        with new_folder(to) as temporary:
+            model.save_pretrained(temporary)
+            self.tokenizer.own.save_pretrained(temporary)
+
+
+class Words:
+    """What `pack` reads of a tokenizer, of one of transformers; documents open with its bos, or eos if it has none."""
+
+    def __init__(self, own: Any) -> None:
+        self.own, self.vocab_size, self.hash = own, len(own), ""
+        self.bos = own.eos_token_id if own.bos_token_id is None else own.bos_token_id
+
+    def encode_array(self, text: str) -> npt.NDArray[np.uint32]:
+        return np.array(self.own(text, add_special_tokens=False, verbose=False)["input_ids"], np.uint32)
+
+
+def open_checkpoint(path: str, step: int | None, device: torch.device, dtype: torch.dtype) -> Checkpoint:
+    """Return the checkpoint in a folder of either kind. Raises ValueError unless it routes by top k."""
+    file = Path(path) / "config.json"
+    if file.is_file() and "model_type" in (config := read_json(file)):
+        return OfTransformers(path, config["model_type"], device)
+    return Checkpoint(path, step, device, dtype)
+
+
+def _require_top_k(path: str, rule: Rule | None) -> TokenChoice:
+    if not isinstance(rule, TokenChoice):
+        found = "has no experts" if rule is None else f"routes by {rule_name(rule)}, not by top k"
+        raise ValueError(f"{path} {found}; name a mixture with token choice")
+    return rule
+
+
+def threshold_rule(rule: TokenChoice, experts_per_token: float) -> ExpertThreshold:
+    """Return expert threshold with the gates of a top-k rule."""
+    gates = {"gate": rule.gate, "gate_scale": rule.gate_scale, "null_scores": rule.null_scores}
+    return ExpertThreshold(rule.num_experts, experts_per_token, warmup_steps=0, **gates)  # type: ignore[arg-type]
+
+
+def routers(model: nn.Module) -> dict[str, Router]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+
+
+@contextmanager
+def at_top(model: nn.Module, rule: TokenChoice, k: int) -> Iterator[None]:
+    """Route a top-k model by another k."""
+    other = copy.copy(rule)
+    object.__setattr__(other, "experts_per_token", k)  # the constructor refuses normalised gates of one expert
+    try:
+        for router in routers(model).values():
+            router.rule = other
+        yield
+    finally:
+        for router in routers(model).values():
+            router.rule = rule
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[list[tuple[Tensor, Routing]]]:
+    """Yield a list to which each router's forward appends its input and its routing."""
+    seen: list[tuple[Tensor, Routing]] = []
+
+    handles = [
+        router.register_forward_hook(lambda _, inputs, routing: seen.append((inputs[0], routing)))
+        for router in routers(model).values()
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def document_sums(source: Checkpoint, model: Any, ids: npt.NDArray[Any]) -> tuple[float, float]:
+    """Return a document's nats and routed experts, as in `evaluation.by_document.Sums`, in windows of the context."""
+    device, sums = next(model.parameters()).device, torch.zeros(2, dtype=torch.float64)
+    rows = list(windows(Tokens(ids, np.array([0, len(ids)]), 0), source.context))
+    at_once = max(LOGITS_AT_ONCE // (source.context * source.vocab_size), 1)
+    for start in range(0, len(rows), at_once):
+        tokens, targets = (torch.stack(part).to(device) for part in zip(*rows[start : start + at_once], strict=True))
+        with recorded(model) as seen:
+            sums[0] += source.nats(model, tokens, targets).cpu()
+        fanout = torch.stack([routing.assignment.sum(-1) for _, routing in seen]).float().mean(0)
+        sums[1] += fanout[targets != IGNORED].sum().cpu()
+    nats, experts = sums.tolist()
+    return nats, experts
+
+
+class Sample(NamedTuple):
+    """A model on a text. By layer: scores (tokens, experts), and each expert's mean norm of outputs (experts,)."""
+
+    scores: list[Tensor]
+    norms: list[Tensor]
+
+
+@torch.no_grad()
+def sample(model: nn.Module, batches: Iterable[Batch], progress: Callable[[int], None]) -> Sample:
+    """Run the batches through the model, as it routes in inference; an expert's tokens are those that go to it."""
+    layers = [(model.get_submodule(name.rpartition(".")[0]), router) for name, router in routers(model).items()]
+    experts, device = layers[0][1].rule.num_experts, layers[0][1].weight.device
+    scores: list[list[Tensor]] = [[] for _ in layers]
+    sums, counts = torch.zeros(2, len(layers), experts, device=device)
+    for done, (tokens, _) in enumerate(batches, start=1):
+        with recorded(model) as seen:
+            model(tokens.to(device))
+        for layer, (x, routing) in enumerate(seen):
+            scores[layer].append(routing.scores.flatten(0, 1).cpu())
+            assigned = routing.assignment[..., :experts].flatten(0, 1)
+            for expert in assigned.any(0).nonzero()[:, 0].tolist():
+                mine = x.flatten(0, -2)[assigned[:, expert]]
+                sums[layer, expert] += _output(layers[layer][0], mine, expert).float().norm(dim=-1).sum()
+                counts[layer, expert] += len(mine)
+        progress(done)
+    norms = torch.where(counts > 0, sums / counts, (sums.sum(1) / counts.sum(1))[:, None]).clamp(min=1e-30)
+    return Sample([torch.cat(each) for each in scores], list(norms.cpu()))
+
+
+def _output(mixture: Any, x: Tensor, expert: int) -> Tensor:
+    """Return the outputs of one expert for x (tokens, d_model), without gates."""
+    ids = torch.full((len(x), 1), expert, device=x.device)
+    if not isinstance(mixture, MoE):
+        y: Tensor = mixture.experts(x, ids, torch.ones_like(ids, dtype=x.dtype))
+        return y
+    one = F.one_hot(ids[:, 0], mixture.router.rule.num_experts)
+    return mixture.dispatch(x, one.to(x.dtype), one.bool(), mixture.experts, None, rows=None)
+
+
+class Calibrator(NamedTuple):
+    """Sets cutoffs. shift: by layer, what is added to the experts' values before they are compared."""
+
+    cutoffs: Cutoffs
+    num_experts: int
+    sigmoid: bool
+    shift: list[Tensor]
+
+    @classmethod
+    def of(cls, cutoffs: Cutoffs, source: Checkpoint, norms: list[Tensor]) -> Calibrator:
+        if cutoffs == "norms":
+            sigmoid = source.rule.gate.startswith("sigmoid")
+            return cls(cutoffs, source.rule.num_experts, sigmoid, [norm.log() for norm in norms])
+        biases = [source.rule.biased_top_k(router.state) for router in routers(source.model).values()]
+        shift = [torch.zeros(1) if bias is None else bias[0].cpu() for bias in biases]
+        return cls(cutoffs, source.rule.num_experts, False, shift)
+
+    def sketch(self, layer: int, scores: Tensor) -> Tensor:
+        """Return cutoffs (levels, experts), as in `routing.cutoffs.sketch`, from all scores (tokens, num_scores)."""
+        scores = scores[:, : self.num_experts]  # null scores follow
+        if self.cutoffs == "loads":
+            return _at_levels(scores)
+        log_gates = F.logsigmoid(scores) if self.sigmoid else scores
+        found = _at_levels((log_gates + self.shift[layer]).flatten()[:, None]) - self.shift[layer]
+        found = found.clamp(max=-1e-6).exp().logit() if self.sigmoid else found
+        return found.minimum(scores.amax(0) + 1)  # where no gate is large enough
+
+    @torch.no_grad()
+    def set(self, model: nn.Module, scores: Iterable[Tensor], memory: float = 0.0) -> None:
+        """Set the cutoffs and sketches of all routers, or move them towards these by 1 − memory."""
+        for layer, (router, of_layer) in enumerate(zip(routers(model).values(), scores, strict=True)):
+            old, one = router.state, torch.ones_like(router.state.weight)
+            sketch = self.sketch(layer, of_layer.cpu()).to(old.sketch)
+            sketch = torch.lerp(sketch, old.sketch, memory)
+            state = CutoffState(old.mean, one, old.step, sketch, one, torch.zeros_like(old.slope))
+            for value, new in zip(old, dial(state, router.rule.experts_per_token), strict=True):
+                value.copy_(new)
+
+
+def _at_levels(values: Tensor) -> Tensor:
+    """Return the values (levels, columns) that each level's share of the rows exceeds."""
+    place = torch.linspace(LAST, -LAST, LEVELS).sigmoid() * (len(values) + 1) - 1
+    return values.sort(0).values[place.clamp(0, len(values) - 1).round().long()]
+
+
+def distill(
+    teacher: Any,
+    student: Any,
+    batches: Iterator[Batch],
+    steps: int,
+    lr: float,
+    folder: Path,
+    *,
+    routers_only: bool,
+    calibrator: Calibrator,
+    progress: Callable[[int, int], None],
+    stop: Callable[[], bool],
+) -> None:
+    """Train the student to predict as the teacher does, by KL divergence, routed as in inference all along.
+
+    lr: of AdamW, falling linearly to 0; cutoffs follow the scores. Continues from the checkpoint in `folder`, and saves
+    there. Raises KeyboardInterrupt, after saving, once `stop` says so.
+    """
+    student.requires_grad_(not routers_only)
+    for router in routers(student).values():
+        router.weight.requires_grad_(True)
+    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr, betas=(0.9, 0.95), weight_decay=0.0)
+    changed = {str(i): parameter for i, parameter in enumerate(trained)}
+    changed |= {name: value for name, value in student.named_buffers() if ".state_" in name}
+    if begun := max(saved_steps(folder), default=0):
+        saved = read(folder, begun).tensors
+        states: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
+        for name, value in saved["optimizer"].items():
+            states[int(name.partition(".")[0])][name.partition(".")[2]] = value
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
+        with torch.no_grad():
+            for name, value in changed.items():
+                value.copy_(saved["model"][name])
+    for step, (tokens, _) in enumerate(islice(batches, begun, steps), start=begun):
+        tokens = tokens.to(trained[0].device)
+        with torch.no_grad():
+            wanted = teacher(tokens).logits.float().log_softmax(-1).flatten(0, 1)
+        with recorded(student) as seen:
+            found = student(tokens).logits.float().log_softmax(-1).flatten(0, 1)
+        F.kl_div(found, wanted, log_target=True, reduction="batchmean").backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        calibrator.set(student, [routing.scores.flatten(0, 1).detach() for _, routing in seen], MEMORY)
+        progress(step + 1, steps)
+        stopped = stop()
+        if stopped or (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
+            folder.mkdir(parents=True, exist_ok=True)
+            adam = {f"{i}.{key}": v for i, of in optimizer.state_dict()["state"].items() for key, v in of.items()}
+            write(folder, step + 1, {"model": changed, "optimizer": adam}, {}, keep=1)
+        if stopped:
+            raise KeyboardInterrupt

@@ -1,0 +1,118 @@
+"""Replays in training the routing of generated text, where rounding alone would route some tokens otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..routing import Observation, Routing, Rule, rule_to_dict
+from ..routing.gates import Gated
+from .router import Router
+
+
+class Capture(NamedTuple):
+    """The routing of a sequence, as `generate.capture` returns it.
+
+    tokens: (time,) int64. scores: (layers, time, experts) float32. assignment, gates: of the same shape; a gate is 0
+    where the token does not go. version: `routing_version` of the model.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    assignment: Tensor
+    gates: Tensor
+    version: str
+
+
+def routers(model: nn.Module) -> list[Router]:
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def routing_version(model: nn.Module, rate: float | None = None) -> str:
+    """Return a hash of the rule and every layer's state, thresholds for one, at `rate` or the model's own rate."""
+    digest = hashlib.sha256()
+    for router in routers(model):
+        digest.update(json.dumps(rule_to_dict(router.rule), sort_keys=True).encode())
+        for value in router.at_rate(router.rate if rate is None else rate):
+            digest.update(value.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def decide(model: nn.Module, capture: Capture, rate: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return assignment and gates of captured scores, to the last bit, by the model's thresholds at `rate` alone.
+
+    Raises ValueError if the capture is of another version, or the rule looks at more than a token's scores of experts.
+    """
+    if capture.version != routing_version(model, rate):
+        raise ValueError("the capture was made with another rule or other thresholds; use the model that made it")
+    assignment, gates = torch.zeros_like(capture.assignment), torch.zeros_like(capture.gates)
+    for layer, router in enumerate(routers(model)):
+        rule, state = router.rule, router.at_rate(router.rate if rate is None else rate)
+        if rule.scope(training=False) != "token" or rule.num_scores != rule.num_experts:
+            raise ValueError(
+                f"{type(rule).__name__} looks at more than a token's scores of experts; replay the capture"
+            )
+        # One token at a time, since the last bit of σ may depend on how many are computed at once.
+        for time, scores in enumerate(capture.scores[layer].to(router.weight.device)):
+            routing = rule.route(scores[None, None], state, training=False)
+            assignment[layer, time] = routing.assignment[0, 0]
+            gates[layer, time] = routing.gates[0, 0].where(routing.assignment[0, 0], 0)
+    return assignment, gates
+
+
+class _Replayed(Rule):
+    """A rule whose assignment (batch, time, experts) is given; gates are its own, of the scores at hand."""
+
+    def __init__(self, rule: Rule, assignment: Tensor) -> None:
+        self.rule, self.assignment = rule, assignment
+        self.num_experts, self.experts_per_token = rule.num_experts, rule.experts_per_token
+
+    @property
+    def num_scores(self) -> int:
+        return self.rule.num_scores
+
+    def init(self) -> Any:
+        return self.rule.init()
+
+    def update(self, state: Any, observation: Observation) -> Any:
+        return self.rule.update(state, observation)
+
+    def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
+        own = self.rule.route(scores, state, training=training, group=group)
+        assignment = self.assignment[:, : scores.shape[1]]
+        if assignment.shape[:2] != scores.shape[:2]:
+            raise ValueError(
+                f"the batch has {tuple(scores.shape[:2])} tokens, its captures {tuple(assignment.shape[:2])}"
+            )
+        gates = self.rule.gates_of(scores, assignment) if isinstance(self.rule, Gated) else own.gates
+        return Routing(**{**own._asdict(), "assignment": assignment, "gates": gates})
+
+
+@contextmanager
+def replay(model: nn.Module, captures: Sequence[Capture]) -> Iterator[None]:
+    """Route every forward, in training too, as captured: sequence b of the batch as captures[b], padding to no expert.
+
+    A forward may leave out the last tokens. Gates are functions of its scores, with gradient; what rules observe and
+    their losses are of their own decisions. Raises ValueError for a batch of another size or more tokens.
+    """
+    found = routers(model)
+    longest = max(len(capture.tokens) for capture in captures)
+    rules = [router.rule for router in found]
+    try:
+        for layer, router in enumerate(found):
+            assignment = torch.zeros(len(captures), longest, router.rule.num_experts, dtype=torch.bool)
+            for row, capture in zip(assignment, captures, strict=True):
+                row[: len(capture.tokens)] = capture.assignment[layer]
+            router.rule = _Replayed(router.rule, assignment.to(router.weight.device))
+        yield
+    finally:
+        for router, rule in zip(found, rules, strict=True):
+            router.rule = rule
