@@ -63,7 +63,7 @@ $(BIN)/python:
 
 $(VENV)/.installed-demo: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing the package and its dependencies (PyTorch is large: minutes on a slow network)"
-	@$(PIP_INSTALL) -e '.[viz]'
+	@$(filter-out --quiet,$(PIP_INSTALL)) -e '.[serve,viz]'
 	@$(COMPILE)
 	@touch $@
 

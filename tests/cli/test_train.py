@@ -71,11 +71,12 @@ def test_training_prints_its_plan_and_the_next_command(
     assert "2 steps of 64 tokens" in shown.out
     assert ", 1 thread\n" in shown.out
     assert "bits per byte" in shown.out
-    assert "prompt 'def '" in shown.out
+    assert "prompt 'def'" in shown.out
     (last,) = (line for line in shown.out.splitlines() if line.startswith("next: "))
     program, command, folder, flag, prompt = shlex.split(last.removeprefix("next: "))
     assert (program, command, folder, flag) == ("et", "generate", str(out), "--prompt")
-    assert prompt in text.read_text()  # after a run on prose it was 'def '
+    assert prompt in text.read_text()
+    assert f"explorer: et serve {shlex.quote(str(out))}\n" in shown.out
     assert [path.name for path in (out / "samples").iterdir()] == ["step_000002.txt"]
     assert f"report: {out / 'report.html'}" in shown.out
     assert "<h1>Expert threshold (ET" in (out / "report.html").read_text(encoding="utf-8")

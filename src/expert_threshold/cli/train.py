@@ -269,7 +269,7 @@ def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:
 
 
 def conclude(folder: RunFolder, result: TrainResult) -> str:
-    """Return the results, their folder and the command to type next."""
+    """Return the results, their folder and what to type next."""
     lines = []
     samples = sorted(folder.samples.glob("step_*.txt"))
     if samples:
@@ -285,5 +285,6 @@ def conclude(folder: RunFolder, result: TrainResult) -> str:
             f"and checkpoints; results in {folder.path}",
             *([f"report: {folder.report}"] if folder.report.exists() else []),
             f"next: {et()} generate {path}{prompt}",
+            f"explorer: {et()} serve {path}",
         ]
     )
