@@ -130,6 +130,7 @@ def test_options_reach_the_engine(parser: Parser) -> None:
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, 400, "stream_options.include_obfuscation"),
         ({"best_of": 2}, 400, "best_of"),
         ({"ignore_eos": True}, 400, "ignore_eos"),
+        ({"ignore_eos": 0}, 400, "ignore_eos"),
         ({"user": 1}, 400, "user"),
         ({"temprature": 1}, 400, "temprature"),
         ({"\ud800": 1}, 400, "\ud800"),

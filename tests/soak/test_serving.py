@@ -115,8 +115,47 @@ def report(title: str, server: Process, before: float) -> None:
     assert after - before < GROWTH
 
 
+VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 1, 3, 0.5, 1e308, 10**30, "", "small", "x" * 3000, "\ud800", "\0", [], [[]], [""], ["a"] * 99,
+    {}, [None], [0, 269], [10**9], {"include_usage": True},
+)  # fmt: skip
+
+
 @linux
 @trials(10_000)
+def test_mutated_requests_meet_no_5xx_and_no_growth(trials: int, server: Process) -> None:
+    """Fields of any value, bytes that flip, ends that are lost, other methods, paths and types of content."""
+    good = {
+        "model": "small",
+        "prompt": "the cat",
+        "max_tokens": 2,
+        "n": 1,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+    }
+    good |= {"seed": 1, "stop": ["a"], "logprobs": 2, "echo": True, "stream": False, "rate": 1, "user": "u"}
+    paths = ["/v1/models/x", "/health", "/", "/explorer/read", "/metrics", "/v1/completions/../models", "/%00"]
+
+    def trial(chance: random.Random) -> None:
+        body = good | {chance.choice([*good, "odd"]): chance.choice(VALUES) for _ in range(chance.randrange(4))}
+        data = bytearray(json.dumps(body).encode())
+        for _ in range(chance.choice([0, 0, 0, 1, 9])):
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        if chance.random() < 0.1:
+            del data[chance.randrange(len(data)) :]
+        path = "/v1/completions" if chance.random() < 0.8 else chance.choice(paths)
+        method = "POST" if chance.random() < 0.9 else chance.choice(["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "ODD"])
+        kind = "application/json" if chance.random() < 0.9 else chance.choice(["text/plain", "", "application/json;x"])
+        assert ask(server, path, bytes(data), method, Content_Type=kind).status < 500
+
+    before = server.megabytes()
+    campaign.campaign("mutated requests", trials, trial)
+    report("mutated requests", server, before)
+
+
+@linux
+@trials(2_000)
 def test_requests_of_schemathesis_meet_no_5xx_and_no_growth(trials: int, server: Process, tmp_path: Path) -> None:
     """Sends valid and invalid requests to every operation of the server's OpenAPI document."""
     pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install -e '.[soak]'")

@@ -13,9 +13,9 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from ..data import Tokenizer
 from ..data.tokenizer import BOS
@@ -46,7 +46,9 @@ Fields = dict[str, tuple[Any, Any]]
 """Name -> type and default of a field of a request, for pydantic."""
 
 
-ZERO, OFF = (float | None, Field(None, ge=0, le=0)), (Literal[False] | None, None)
+ZERO = (float | None, Field(None, ge=0, le=0))
+_FLAG = BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))  # 0 equals False
+OFF = (Annotated[Literal[False], _FLAG] | None, None)
 NEUTRAL: Fields = {
     "presence_penalty": ZERO,
     "frequency_penalty": ZERO,
