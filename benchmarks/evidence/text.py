@@ -96,7 +96,9 @@ def build(source: Path, out: Path, sizes: dict[str, int], vocab_size: int) -> No
         "bytes": {name: sum(len(text.encode()) for _, text in part) for name, part in parts.items()},
         "tokens": tokens,
         "texts": {name: digest("".join(f"{p} {digest(text)}\n" for p, text in part)) for name, part in parts.items()},
-        "files": {str(p.relative_to(out)): sha256(p.read_bytes()).hexdigest() for p in sorted(out.glob("*/*"))},
+        "files": {
+            str(p.relative_to(out)): sha256(p.read_bytes()).hexdigest() for p in sorted(out.rglob("*/*")) if p.is_file()
+        },
     }
     replace_json(out / "MANIFEST.json", manifest)
 

@@ -58,7 +58,7 @@ CHOSEN = ["dense", "token_choice", "expert_threshold"]
 STEPS = 4
 
 
-CLOCKS = {"tokens_per_second", "seconds", "clock", "seconds_to_loss", "at_seconds"}
+CLOCKS = {"tokens_per_second", "seconds", "elapsed", "clock", "seconds_to_loss", "at_seconds"}
 
 
 def record_of(out: Path) -> Any:

@@ -158,7 +158,7 @@ def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_i
     refused([*train, tmp_path / "text"], "too few for a loss", "--eval-every none")
     twice = pyarrow.table([["a"], ["b"]], names=["text", "text"])
     pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
-    refused([*train, tmp_path / "twice.parquet"], "several columns text_field='text'")
+    refused([*train, tmp_path / "twice.parquet"], "several columns data.text_field='text'")
 
 
 def test_a_data_set_of_the_hub_is_downloaded_into_a_folder_to_train_on(

@@ -128,7 +128,7 @@ def test_an_invalid_upcycling_is_refused(refused: Refused, tmp_path: Path) -> No
     for run, options, message in (
         ("experts", [], f"{tmp_path / 'experts'} already has experts"),
         ("dense", ["--to", tmp_path / "experts"], f"--to {tmp_path / 'experts'}: already exists"),
-        ("dense", ["--num-experts", "0"], "num_experts=0"),
+        ("dense", ["--num-experts", "0"], "rule.num_experts"),
         ("dense", ["--d-expert", "7"], "d_expert=7 must divide d_feed_forward=64"),
     ):
         to = [] if "--to" in options else ["--to", tmp_path / "new"]

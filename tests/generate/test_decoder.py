@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import product
 from typing import Any, get_args, get_type_hints
 
@@ -39,7 +40,7 @@ SWIGLU = ODD | {"activation": "swiglu", "shared_experts": 0}
 def options() -> Iterator[tuple[str, Rule | None, dict[str, Any]]]:
     """Yield each option of GPTConfig with each of its values, and each case of each rule; then some together."""
     usual, hints = RULES["expert_threshold"], get_type_hints(GPTConfig)
-    for field in set(hints) - {"rule"}:
+    for field in {field.name for field in fields(GPTConfig)} - {"rule"}:
         choices = [value for part in (hints[field], *get_args(hints[field])) for value in get_args(part)]
         choices = [True] if hints[field] is bool else [value for value in choices if isinstance(value, str)]
         for value in [VALUES[field]] if field in VALUES or not choices else choices:  # fails for a new option

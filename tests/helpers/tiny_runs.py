@@ -46,7 +46,7 @@ def write_lines(path: Path, records: list[dict[str, str]]) -> Path:
 def make_runs(folder: Path) -> Path:
     """Train runs of eight steps with two layers of experts in `folder`, write a few lines of each domain; return it."""
     chance, words = random.Random(0), ["the", "model", "reads", "“text”", "and\n", "\tlearns"]
-    documents = [{"text": " ".join(chance.choices(words, k=60))} for _ in range(60)]
+    documents = [{"text": " ".join(chance.choices(words, k=60))} for _ in range(300)]
     write_lines(folder / "corpus.jsonl", documents)
     write_lines(folder / "math.jsonl", [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(200)])
     code = [{"prompt": f"def f{n}():\n", "canonical_solution": f"    return {n}\n"} for n in range(200)]

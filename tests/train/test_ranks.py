@@ -130,7 +130,7 @@ KEPT = """
 @pytest.mark.parametrize(
     ("options", "only", "lost", "line"),
     [
-        ("--batch-size 3", "", 0, "batch_size=3 is not divisible by 2 ranks; .*"),
+        ("--batch-size 3", "", 0, "train.batch_size=3 is not divisible by 2 ranks; .*"),
         ("", "--eval-tokens 512", 0, "rank 1 differs from rank 0: train.eval_tokens is 512, not its default; .*"),
         ("", "", 1, "rank 1 differs from rank 0: text is '.*', not '.*'; .*"),
         pytest.param(
