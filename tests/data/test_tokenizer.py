@@ -105,12 +105,6 @@ def test_loading_undoes_saving(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
 
 
-def test_the_file_of_an_earlier_run_is_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    merges = [tokenizer.decode_bytes([i]).decode("latin-1") for i in range(256, tokenizer.bos)]
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"format": "expert-threshold-tokenizer", "merges": merges}))
-    assert Tokenizer.load(tmp_path / "tokenizer.json").hash == tokenizer.hash
-
-
 def test_a_damaged_tokenizer_file_is_refused_in_one_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     tokenizer.save(path)

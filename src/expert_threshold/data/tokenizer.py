@@ -131,10 +131,7 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Load a file of `save`, or another byte-level BPE, which gets other ids. Raises ValueError for all others."""
         try:
-            content = json.loads(Path(path).read_bytes())
-            if isinstance(content, dict) and "merges" in content:  # in runs made before this file was Hugging Face's
-                return cls([*(bytes([b]) for b in range(256)), *(m.encode("latin-1") for m in content["merges"])])
-            return cls(*from_tokenizer_json(content, BOS))
+            return cls(*from_tokenizer_json(json.loads(Path(path).read_bytes()), BOS))
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is damaged or no tokenizer that text can be encoded with ({error}); restore it from a backup, "
