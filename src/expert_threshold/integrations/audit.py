@@ -21,8 +21,8 @@ def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dty
     """
     path = Path(name)
     config = path / "config.json"
-    if not path.is_dir() and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
-        raise ValueError(f"{name}: no such folder; name a run folder, or a model of transformers")
+    if not path.is_dir() and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise ValueError(f"{name}: no such folder; name a run folder, or OWNER/NAME of the hub")
     if path.is_dir() and not config.is_file():
         raise ValueError(f"{name}: no model (no config.json); name a run folder, or a model of transformers")
     if path.is_dir() and read_json(config).get("format") == FORMAT:
@@ -33,9 +33,11 @@ def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dty
         from . import transformers as _ours  # noqa: F401  makes transformers know our exports
     except ImportError as error:
         raise ValueError(str(error)) from None
+    from huggingface_hub.utils import logging as hub_logging
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    hub_logging.set_verbosity_error()  # each retry is a warning
     logging.set_verbosity_error()  # what it warns of is checked here
     logging.disable_progress_bar()
     try:
