@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from expert_threshold.data import BOS, Tokenizer
 from expert_threshold.data.tokenizer import PATTERN
-from expert_threshold.data.tokenizer_json import to_tokenizer_json
+from expert_threshold.data.tokenizer_json import from_tokenizer_json, to_tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers: pip install -e '.[hf]'")
 
@@ -147,6 +147,18 @@ def test_another_byte_level_bpe_cuts_text_as_it_did_and_is_saved_as_ours(like: s
         pieces = [theirs.decode([i]) for i in theirs.encode(text, add_special_tokens=False).ids if i != 0]
         assert [ours.decode([i]) for i in ours.encode(text.replace("<|endoftext|>", ""))] == pieces
         assert again.encode(text) == ours.encode(text)
+
+
+def test_merges_that_meet_in_the_middle_are_refused() -> None:
+    """By pairs "abcd" is a, bc, d; by ranks it would be one token."""
+    content = to_tokenizer_json([bytes([byte]) for byte in range(256)], PATTERN, BOS)
+    content["post_processor"], vocab = None, content["model"]["vocab"]
+    del vocab[BOS]
+    for merge in ("b c", "a b", "c d", "ab cd"):
+        content["model"]["merges"].append(merge.split())
+        vocab[merge.replace(" ", "")] = len(vocab)
+    with pytest.raises(ValueError, match="is not a merge of two earlier tokens"):
+        from_tokenizer_json(content, BOS)
 
 
 def test_a_vocabulary_that_no_merges_lead_to_is_refused() -> None:

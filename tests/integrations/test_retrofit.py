@@ -237,7 +237,7 @@ def test_what_cannot_be_retrofitted_is_refused_and_leaves_nothing(tmp_path: Path
     for name, why in (("dense", "no experts"), ("expert_threshold", "not by top k"), ("none", "no such run folder")):
         refused(["retrofit", tmp_path / name, "--to", tmp_path / "new", "--data", text], str(tmp_path / name), why)
     pytest.importorskip("transformers")
-    refused(["retrofit", tmp_path / "unknown", "--to", tmp_path / "new", "--data", text], "architecture nonesuch")
+    refused(["retrofit", tmp_path / "unknown", "--to", tmp_path / "new", "--data", text], "nonesuch")
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -265,3 +265,13 @@ def test_a_mixture_of_transformers_is_retrofitted_and_loads_again(tmp_path: Path
     last = report["variable"]["norms, distilled all at 2"]
     assert np.sum(sums, 0)[0] / report["tokens"] == pytest.approx(last["loss"], rel=1e-4)
     assert np.sum(sums, 0)[1] / report["tokens"] == pytest.approx(last["fanout"], rel=1e-2)
+
+
+def test_one_cutoff_is_on_the_values_that_the_checkpoint_compares_with_its_biases() -> None:
+    scores = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
+    bias = torch.tensor([0.4, 0.0, 0.0, -0.4])
+    for sigmoid, values in ((False, scores + bias), (True, scores.sigmoid() + bias)):
+        cutoffs = Calibrator("scores", 4, sigmoid, [bias]).sketch(0, scores)
+        level = len(cutoffs) // 2
+        chosen, expected = scores > cutoffs[level], values > values.flatten().median()
+        assert (chosen == expected).float().mean() > 0.99

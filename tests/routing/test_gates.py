@@ -149,6 +149,8 @@ def test_beyond_its_capacity_an_expert_drops_the_smallest_gates_in_training_and_
         expected[tokens[:capacity], expert] = True
     assert torch.equal(kept.assignment.flatten(0, 1), expected)
     assert torch.equal(kept.gates, everything.gates)
+    lost = (chosen & ~expected).sum(0) / chosen.sum(0).clamp(min=1)
+    assert torch.allclose(bounded.measure(plain.init(), kept.observation)["dropped"], lost)
     assert kept.observation.raw_load.tolist() == chosen.sum(0).tolist()
     if balance == "aux":
         assert torch.equal(kept.loss, everything.loss)  # type: ignore[arg-type]

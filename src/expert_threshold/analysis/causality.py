@@ -156,18 +156,19 @@ class Probe:
         if 8 * sum(parameter.numel() for parameter in model.parameters()) <= _memory(tokens.device) / 2:
             self._raise_precision(model)
         self.base = self.see(partial(forward, tokens=tokens))
-        self.dtype = torch.float64 if self.exact else next(model.parameters()).dtype
+        own = model.compute_dtype if isinstance(model, GPT) else next(model.parameters()).dtype
+        self.dtype = torch.float64 if self.exact else own
         if self.base[LOGITS].isnan().any():
             raise ValueError("the model's logits are not numbers; audit another checkpoint")
         self.tolerance = self._measure_tolerance()
 
     def _raise_precision(self, model: nn.Module) -> None:
-        self.model, self.exact = copy.deepcopy(model).double(), True
-        if isinstance(self.model, GPT):
-            self.model.compute_dtype = torch.float64
-        if hasattr(self.model, "set_experts_implementation"):
-            self.model.set_experts_implementation("eager")  # torch's grouped products have no float64
         try:
+            self.model, self.exact = copy.deepcopy(model).double(), True
+            if isinstance(self.model, GPT):
+                self.model.compute_dtype = torch.float64
+            if hasattr(self.model, "set_experts_implementation"):
+                self.model.set_experts_implementation("eager")  # torch's grouped products have no float64
             self.see(partial(forward, tokens=self.tokens))
         except Exception:  # of other operations without float64, by any type of error
             self.model, self.exact = model, False

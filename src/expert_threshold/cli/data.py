@@ -144,7 +144,7 @@ def _tokenize(given: Given, display: Display) -> str:
     splits: dict[str, Parts] = {split: corpus.parts(split, tokenizer) for split in corpus.sizes}
     with exclusive(out.absolute().with_name(f".lock-{out.name}")):
         write_tokens(out, splits, tokenizer, about, progress=display.task("tokenizing"))
-    size = sum(path.stat().st_size for path in out.iterdir())
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     train = f"{et()} train --data {shlex.quote(str(out))} --vocab-size {tokenizer.vocab_size}"
     return f"{short(size)} bytes in {out}\nnext: {train}"
 

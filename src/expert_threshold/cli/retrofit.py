@@ -71,12 +71,14 @@ def run(arguments: Sequence[str]) -> None:
     device = pick_device(options["device"])
     keep_freed_memory()
     source = open_checkpoint(options["model"], options["step"], device, pick_dtype(options["dtype"], device))
-    rule = threshold_rule(source.rule, float(options["experts_per_token"] or source.rule.experts_per_token))
+    fanout = source.rule.experts_per_token if options["experts_per_token"] is None else options["experts_per_token"]
+    rule = threshold_rule(source.rule, float(fanout))
+    corpus = open_source(options["data"], options["text_field"])
     asked = options | {"model": absolute(options["model"]), "data": absolute(options["data"])}
+    asked |= {"step": source.step, "text": corpus.hash}
     work = to.with_name(f"{to.name}.partial")
     if work.exists() and read_json(work / ASKED) != asked:
         raise ValueError(f"{work}: holds unfinished work with other options; repeat those, or delete it")
-    corpus = open_source(options["data"], options["text_field"])
     with Interrupt() as interrupt, Display(Console(stderr=True), name=options["to"]) as display:
         documents = _documents(source, corpus, options)
         steps = max(options["distill_routers"], options["distill_all"]) * options["batch_size"]
@@ -109,10 +111,12 @@ def _documents(source: Checkpoint, corpus: Corpus, options: Mapping[str, Any]) -
     """Return the ids of held-out documents, drawn by the seed. Raises ValueError for fewer than two."""
     held_out = pack(corpus, source.tokenizer, "validation", max_tokens=8 * options["eval_tokens"])
     found: list[Any] = []
+    tokens = 0
     for document in shuffled(held_out.documents, options["seed"]):
         ids = held_out.ids[slice(*held_out.offsets[document : document + 2])]
-        if len(ids) > 1 and sum(map(len, found)) < options["eval_tokens"]:
+        if len(ids) > 1 and tokens < options["eval_tokens"]:
             found.append(ids)
+            tokens += len(ids)
     if len(found) < 2:
         raise ValueError(f"--data {options['data']}: {len(found)} held-out document to compare on; give at least 2")
     return found
@@ -134,6 +138,7 @@ class Job(NamedTuple):
         source, cutoffs = self.source, self.options["cutoffs"]
         model, first = source.with_rule(rule), self.sample("calibrating", source.model)
         fanouts = [share * rule.experts_per_token for share in (0.25, 0.5, 0.75, 1, 1.5)]
+        fanouts = [fanout for fanout in fanouts if fanout <= rule.num_experts]
         variable: dict[str, Sums] = {}
         for way in get_args(Cutoffs):
             Calibrator.of(way, source, first.norms).set(model, first.scores)

@@ -102,9 +102,8 @@ def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[byte
 def _merges_alike(tokens: Sequence[bytes], merges: Sequence[tuple[str, str]]) -> bool:
     """Return True if merging by the rank of the result, as ours does, equals merging the listed pairs in order."""
     place, ranks = {pair: i for i, pair in enumerate(merges)}, {token: rank for rank, token in enumerate(tokens)}
-    found = [
-        place.get((_show(first), _show(second)), -1) for first, second in (_halves(t, ranks) for t in tokens[256:])
-    ]
+    halves = [_halves(token, ranks, replayed=True) for token in tokens[256:]]
+    found = [place.get((_show(first), _show(second)), -1) for first, second in halves]
     return all(found[i] > (found[i - 1] if i else -1) for i in range(len(found)))
 
 
@@ -112,7 +111,7 @@ def _sequence(name: str, type_id: int) -> dict[str, Any]:
     return {"Sequence": {"id": name, "type_id": type_id}}
 
 
-def _halves(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
+def _halves(token: bytes, ranks: Mapping[bytes, int], *, replayed: bool = False) -> list[bytes]:
     """Return the two tokens that merge into `token`; where it can be cut in several ways, by applying earlier merges.
 
     Merging by pairs, as in `tokenizers`, then equals merging by results, as in ours: whenever adjacent tokens make up
@@ -121,7 +120,7 @@ def _halves(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
     own = ranks[token]
     halves = ([token[:cut], token[cut:]] for cut in range(1, len(token)))
     possible = [pair for pair in halves if all(ranks.get(half, own) < own for half in pair)]
-    if len(possible) == 1:
+    if len(possible) == 1 and not replayed:
         return possible[0]
     parts = [token[i : i + 1] for i in range(len(token))]
     while True:

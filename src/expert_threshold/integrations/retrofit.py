@@ -29,6 +29,7 @@ from ..routing.cutoffs import LAST, LEVELS, CutoffState, dial
 from ..runs import RunFolder
 from ..runs.checkpoint import read, saved_steps, write
 from ..runs.folder import derive
+from .audit import load_any
 
 Cutoffs = Literal["loads", "scores", "norms"]
 """loads: each expert's k-th largest score. scores: one cutoff for all experts, on score + bias. norms: one for all, on
@@ -71,22 +72,13 @@ class Checkpoint:
 class OfTransformers(Checkpoint):
     """The same of a folder of transformers with a mixture that `swap_rule` knows."""
 
-    def __init__(self, path: str, architecture: str, device: torch.device) -> None:
-        try:
-            from transformers import AutoModelForCausalLM, AutoTokenizer
+    def __init__(self, path: str, step: int | None, device: torch.device) -> None:
+        loaded, tokenizer = load_any(path, step, device, "auto")
+        from .swap import own_rule, swap_rule
 
-            from .swap import own_rule, swap_rule
-        except ImportError as error:
-            raise ValueError(f"{path} is a model of transformers, which is not installed: {error}") from None
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{path}: transformers cannot load the architecture {architecture} ({error})") from None
+        model: Any = loaded
         self.rule, self._swap = _require_top_k(path, own_rule(model)), swap_rule
-        self.model, self.tokenizer = (
-            swap_rule(model.to(device).eval(), self.rule),
-            Words(AutoTokenizer.from_pretrained(path)),
-        )
+        self.model, self.tokenizer, self.step = swap_rule(model, self.rule), Words(tokenizer), 0
         self.context, self.vocab_size = min(LONGEST, model.config.max_position_embeddings), model.config.vocab_size
 
     def with_rule(self, rule: Rule) -> Any:
@@ -108,6 +100,8 @@ class Words:
     def __init__(self, own: Any) -> None:
         self.own, self.vocab_size, self.hash = own, len(own), ""
         self.bos = own.eos_token_id if own.bos_token_id is None else own.bos_token_id
+        if self.bos is None:
+            raise ValueError("the tokenizer has neither bos_token nor eos_token, one of which opens documents; set one")
 
     def encode_array(self, text: str) -> npt.NDArray[np.uint32]:
         return np.array(self.own(text, add_special_tokens=False, verbose=False)["input_ids"], np.uint32)
@@ -116,8 +110,8 @@ class Words:
 def open_checkpoint(path: str, step: int | None, device: torch.device, dtype: torch.dtype) -> Checkpoint:
     """Return the checkpoint in a folder of either kind. Raises ValueError unless it routes by top k."""
     file = Path(path) / "config.json"
-    if file.is_file() and "model_type" in (config := read_json(file)):
-        return OfTransformers(path, config["model_type"], device)
+    if file.is_file() and "model_type" in read_json(file):
+        return OfTransformers(path, step, device)
     return Checkpoint(path, step, device, dtype)
 
 
@@ -236,18 +230,23 @@ class Calibrator(NamedTuple):
         if cutoffs == "norms":
             sigmoid = source.rule.gate.startswith("sigmoid")
             return cls(cutoffs, source.rule.num_experts, sigmoid, [norm.log() for norm in norms])
-        biases = [source.rule.biased_top_k(router.state) for router in routers(source.model).values()]
-        shift = [torch.zeros(1) if bias is None else bias[0].cpu() for bias in biases]
-        return cls(cutoffs, source.rule.num_experts, False, shift)
+        shift = [router.state.bias.cpu() for router in routers(source.model).values()]
+        sigmoid = source.rule.over == "gates" and source.rule.gate.startswith("sigmoid")
+        if source.rule.over == "gates" and not sigmoid and any(bias.any() for bias in shift):
+            raise ValueError("biases on softmax gates compare no scores; use --cutoffs loads or norms")
+        return cls(cutoffs, source.rule.num_experts, sigmoid, shift)
 
     def sketch(self, layer: int, scores: Tensor) -> Tensor:
         """Return cutoffs (levels, experts), as in `routing.cutoffs.sketch`, from all scores (tokens, num_scores)."""
         scores = scores[:, : self.num_experts]  # null scores follow
         if self.cutoffs == "loads":
             return _at_levels(scores)
-        log_gates = F.logsigmoid(scores) if self.sigmoid else scores
-        found = _at_levels((log_gates + self.shift[layer]).flatten()[:, None]) - self.shift[layer]
-        found = found.clamp(max=-1e-6).exp().logit() if self.sigmoid else found
+        values = scores.sigmoid() if self.sigmoid else scores
+        if logarithms := self.sigmoid and self.cutoffs == "norms":
+            values = F.logsigmoid(scores)
+        found = _at_levels((values + self.shift[layer]).flatten()[:, None]) - self.shift[layer]
+        if self.sigmoid:
+            found = (found.exp() if logarithms else found).clamp(1e-6, 1 - 1e-6).logit()
         return found.minimum(scores.amax(0) + 1)  # where no gate is large enough
 
     @torch.no_grad()

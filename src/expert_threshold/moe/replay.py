@@ -92,6 +92,8 @@ class _Replayed(Rule):
             raise ValueError(
                 f"the batch has {tuple(scores.shape[:2])} tokens, its captures {tuple(assignment.shape[:2])}"
             )
+        if own.passthrough is not None:
+            raise ValueError(f"{self.rule.label} passes tokens through by null slots, which captures do not hold")
         gates = self.rule.gates_of(scores, assignment) if isinstance(self.rule, Gated) else own.gates
         return Routing(**{**own._asdict(), "assignment": assignment, "gates": gates})
 

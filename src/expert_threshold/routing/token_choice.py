@@ -173,7 +173,7 @@ class TokenChoice(Valued):
         """Return `dropped`, the share of each expert's tokens beyond its capacity, if it is limited."""
         if self.capacity_factor is None:
             return {}
-        return {"dropped": 1 - observation.load / observation.raw_load.clamp(min=1)}
+        return {"dropped": (observation.raw_load - observation.load) / observation.raw_load.clamp(min=1)}
 
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:
