@@ -35,7 +35,7 @@ seen: list[str] | None = None
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook, which stays for the rest of the process, and is silent while `seen` is None."""
-    if seen is not None and event in RUNS_CODE and arguments != ("libc.so.6",):  # whose malloc is told what to keep
+    if seen is not None and event in RUNS_CODE and arguments != ("libc.so.6",):  # loaded to configure malloc
         seen.append(f"{event} {arguments!r:.200}")
 
 

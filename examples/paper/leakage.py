@@ -204,7 +204,7 @@ def _binary_search(axes: Axes, example: Sequence[bool]) -> None:
 
 
 BITS = {"pool": "of the rest of the pool", "future": "of its own future", "next": "of the next token"}
-"""What `leakage_probe` measures, with the titles of panels."""
+"""The quantities of `leakage_probe`, in bits, with their panel titles."""
 
 
 def leakage_probe(material: Material) -> list[Data]:

@@ -28,7 +28,7 @@ CLOCKS = ("seconds", "elapsed", "tokens_per_second")
 
 
 class Fault(NamedTuple):
-    """What happens at the n-th change to files below a folder, or after some CPU time.
+    """A fault injected at the n-th change to a file in a folder, or a signal after some CPU time.
 
     at: 0 only counts changes. error: errno; 0 for death. lasting: later changes fail, too. seconds: 0 sends no signal.
     """

@@ -27,7 +27,7 @@ RULE = ExpertThreshold(4, 1, warmup_steps=3, decay=0.9)
 STEPS = 10
 LAYOUTS = ({}, {"expert_parallel": 2}, {"shard": True}, {"shard": True, "expert_parallel": 2})
 rows: list[str] = []
-"""What this rank has trained on, row by row."""
+"""The rows that this rank has trained on, in order."""
 
 
 class Recorded(Loader):

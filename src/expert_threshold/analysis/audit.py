@@ -54,7 +54,7 @@ class Layer(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What was found about a model. dtype: in which causality was judged."""
+    """The findings about one model. dtype: the precision in which causality was tested."""
 
     model: str
     training: bool

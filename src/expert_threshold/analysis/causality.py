@@ -78,7 +78,7 @@ def forward(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     if mask is not None:
         options = {"attention_mask": mask.long(), "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
         if "attention_mask" not in accepted:
-            raise ValueError(f"{type(model).__name__} accepts no attention_mask")
+            raise ValueError(f"{type(model).__name__} accepts no attention mask")
     options["use_cache"] = False
     output = model(tokens, **{name: value for name, value in options.items() if name in accepted})
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
@@ -127,9 +127,9 @@ class _Exact(TorchDispatchMode):
 
 
 class Check(NamedTuple):
-    """What became of the positions that a change may not reach. largest: of the logits' changes.
+    """The effect of one change on positions that it must not reach. largest: the largest change of a logit there.
 
-    routers: at how many of these positions each one chose other experts. reason: why nothing could be judged.
+    routers: by router, the number of these positions whose experts changed. reason: why the check could not run.
     """
 
     what: str

@@ -41,7 +41,7 @@ COMMANDS = {
 }
 
 RUN_COMMANDS = ("train", "plan", "compare", "sweep")
-"""Those with the options of a run, which errors name by path."""
+"""The commands that accept a run's options; their errors name options by path."""
 
 # Remedies for each OSError.
 FULL = "free some space and run it again; a training run continues with --resume, and saved files are intact"

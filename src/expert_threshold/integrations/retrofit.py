@@ -95,7 +95,7 @@ class OfTransformers(Checkpoint):
 
 
 class Words:
-    """What `pack` reads of a tokenizer, of one of transformers; documents open with its bos, or eos if it has none."""
+    """Adapts a transformers tokenizer to `pack`. Documents start with its bos token, else its eos token."""
 
     def __init__(self, own: Any) -> None:
         self.own, self.vocab_size, self.hash = own, len(own), ""

@@ -70,7 +70,7 @@ MUST = dict.fromkeys((*NEUTRAL, *(f"stream_options.{name}" for name in STREAM_OP
     "prompt": "must be a string, a list of strings, a list of token ids, or a list of those",
     "stop": "must be a string or a list of strings",
 }
-"""What fields must be, where pydantic would describe a neutral value, or one of several types."""
+"""Error texts for fields that pydantic would describe by a neutral value or by only one of several types."""
 
 
 def sampling_fields(limits: Limits, context: int, dial: float | None) -> Fields:

@@ -60,7 +60,7 @@ Values = dict[str, Tensor]
 """The values of a step, or their sums over steps, by name or `layer.name`; without gradient, on the model's device."""
 
 MEASURED = ("usage", "load_spread", "fanout_mean", "fanout_std", "score_std", "gate_std")
-"""What metrics show of every rule's observation."""
+"""The properties of an observation that metrics record under every rule."""
 
 
 def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
