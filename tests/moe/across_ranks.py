@@ -27,7 +27,7 @@ from routed_sum import assert_same
 
 EXPERTS, D_MODEL, D_EXPERT = 8, 6, 10
 SHARES = {2: [(6, 6), (7, 2), (0, 9), (0, 0)], 4: [(4, 4, 4, 4), (5, 1, 0, 8), (0, 0, 0, 3)]}
-BY_COUNT, PADDED = ["alltoall_base_"] * 3, ["alltoall_base_"] * 2
+BY_COUNT = ["alltoall_base_"] * 3
 
 
 def new_layer(rule: Rule | None = None, **options: Any) -> MoE:
@@ -159,7 +159,7 @@ def check_other_dtypes(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
 def check_nan(rank: int, group: dist.ProcessGroup) -> None:
     """Rows and gates that no expert reads reach nothing; those that are read reach their own rows alone."""
     split = new_layer(ExpertChoice(EXPERTS, 2, pool="batch"), shared_experts=0)
-    shard_experts(split, group, micro_batch=(8, 1))
+    shard_experts(split, group)
     x = torch.randn(8, D_MODEL, generator=torch.Generator().manual_seed(rank))
     assignment = assignments(8)["fanout 2"].clone()
     assignment[3] = False
@@ -174,39 +174,6 @@ def check_nan(rank: int, group: dist.ProcessGroup) -> None:
         assert found[row].isnan().all() if row == 4 else (found[row] == 0).all()
 
 
-def check_equal_splits(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    """Padded to the capacity bound they give the same numbers to the last bit, with no counts sent."""
-    rules: list[Rule] = [
-        ExpertThreshold(EXPERTS, 1, warmup_steps=0, capacity_slack=0.5, pool="batch"),
-        ExpertThreshold(EXPERTS, 1.5, capacity_slack=0.0, pool=8),
-        ExpertChoice(EXPERTS, 1, pool="sequence"),
-        ExpertChoice(EXPERTS, 4, pool="batch"),
-    ]
-    for rule in rules:
-        by_count, padded = new_layer(rule), new_layer(rule)
-        shard_experts(by_count, group)
-        shard_experts(padded, group, micro_batch=(2, 8))
-        x = torch.randn(2, 8, D_MODEL, generator=torch.Generator().manual_seed(rank))
-        results = []
-        for layer, forth, back in ((by_count, BY_COUNT, PADDED), (padded, PADDED, PADDED)):
-            mine = x.clone().requires_grad_()
-            with Collectives() as there:
-                y, _ = layer(mine)
-            assert there.names == forth
-            with Collectives() as here:
-                y.square().sum().backward()
-            assert here.names == back
-            results.append({"y": y.detach(), "x": mine.grad, **gradients(layer)})
-        for name, value in results[0].items():
-            assert torch.equal(value, results[1][name]), (rule, name)
-    with pytest.raises(ValueError, match="batch of 8 tokens, but splits were made for 16"):
-        padded(x[:1])
-    padded.eval()  # in inference there are no bounds
-    padded.router.state_mean.fill_(-10)
-    padded.router.state_weight.fill_(1)
-    assert padded(x[:1])[1].load.sum() == 8 * EXPERTS
-
-
 def check_refusals(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
     """Every rank raises the same, before anything is changed."""
     layer = new_layer(TokenChoice(EXPERTS + 1, 1))
@@ -214,8 +181,6 @@ def check_refusals(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
         shard_experts(layer, group)
     assert type(layer.experts) is Experts
     layer = new_layer(ExpertChoice(EXPERTS, 1, pool="batch"))
-    with pytest.raises(ValueError, match=r"micro_batch differs between ranks: 1 × 8, 2 × 8"):
-        shard_experts(layer, group, micro_batch=(rank + 1, 8))
     shard_experts(layer, group)
     with pytest.raises(ValueError, match="split already"):
         shard_experts(layer, group)
@@ -334,7 +299,6 @@ def main() -> None:
     check_rules(rank, ranks, group)
     check_other_dtypes(rank, ranks, group)
     check_nan(rank, group)
-    check_equal_splits(rank, ranks, group)
     check_communication(rank, group)
     check_training(rank, ranks, group)
     if ranks == 4:

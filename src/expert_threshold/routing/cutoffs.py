@@ -364,17 +364,10 @@ class ByCutoff(Gated):
 
     def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
         """Return ⌊tokens · experts_per_token · (1 + s)⌋, whatever the size of the pools; None without bounds."""
-        return self._bound(tokens, self.num_experts, training, ranks)
-
-    def max_load(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
-        return self._bound(tokens, 1, training, ranks)
-
-    def _bound(self, tokens: int, experts: int, training: bool, ranks: int) -> int | None:
         if not training or self.slack is None or (ranks > 1 and self.pool == "global"):
             return None
         (each, per), (extra, unit) = as_ratio(self.experts_per_token), as_ratio(self.slack)
-        most = tokens * experts * each * (unit + extra) // (self.num_experts * per * unit)
-        return min(most, tokens * experts)
+        return min(tokens * each * (unit + extra) // (per * unit), tokens * self.num_experts)
 
     def load_bounds(self, tokens: int) -> tuple[int, int] | None:
         if self.slack is None:

@@ -141,10 +141,6 @@ class Rule(ABC):
         """
         return None
 
-    def max_load(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
-        """Return a bound on one rank's tokens assigned to one expert; None if only counting can tell."""
-        return None
-
     @property
     def aims_at_fanout(self) -> bool:
         """False if nothing moves the mean fanout towards experts_per_token."""

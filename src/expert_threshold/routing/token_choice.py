@@ -109,7 +109,7 @@ class TokenChoice(Valued):
     def _kept(self, chosen: Tensor, gates: Tensor) -> Tensor:
         """Return the chosen pairs (batch, time, experts) within the capacity of their expert, by the largest gates."""
         rows = gates.masked_fill(~chosen, -1).reshape(1, -1, self.num_experts)  # gates are not negative
-        (last,) = kth_largest(rows, [self.max_load(rows.shape[1], training=True) or 0])
+        (last,) = kth_largest(rows, [self.load_bounds(rows.shape[1])[1]])  # type: ignore[index]
         return chosen & take(rows, last).reshape(chosen.shape)
 
     def _in_best_groups(self, biased: Tensor) -> Tensor:
@@ -147,9 +147,6 @@ class TokenChoice(Valued):
 
     def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int:
         return tokens * self.experts_per_token
-
-    def max_load(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
-        return self.load_bounds(tokens)[1] if training and self.capacity_factor else None  # type: ignore[index]
 
     def load_bounds(self, tokens: int) -> tuple[int, int] | None:
         if self.capacity_factor is None:

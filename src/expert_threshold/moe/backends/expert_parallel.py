@@ -23,31 +23,17 @@ ABSENT = -math.inf
 """Marks the gate of an expert that the token did not choose; real gates are finite."""
 
 
-class Split(NamedTuple):
-    """Equal splits in training, for a number of tokens per rank.
-
-    rows: what each rank sends to each other; pairs: the most token-expert pairs that an owner receives in them.
-    """
-
-    rows: int
-    tokens: int
-    pairs: int
-
-
 class OwnExperts(Experts):
     """This rank's shard of a layer's experts, under the same parameter names.
 
-    backend: computes them; group: the ranks that hold the shards; split: None is by count, as always in inference.
+    backend: computes them; group: the ranks that hold the shards.
     """
 
-    def __init__(
-        self, experts: Experts, backend: Callable[..., Tensor], group: dist.ProcessGroup, split: Split | None
-    ) -> None:
+    def __init__(self, experts: Experts, backend: Callable[..., Tensor], group: dist.ProcessGroup) -> None:
         nn.Module.__init__(self)
         self.activation = experts.activation
         self.backend = backend
         self.group = group
-        self.split = split
         self.gate = None
         for name, weight in experts.named_parameters():
             setattr(self, name, nn.Parameter(part(weight.detach(), group).clone(), weight.requires_grad))
@@ -55,8 +41,7 @@ class OwnExperts(Experts):
 
     def forward(self, x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
         """Return the weighted sums of rows (rows, d_model); gates and assignment: (rows, own experts)."""
-        pairs = self.split.pairs if self.split is not None and self.training else None
-        y: Tensor = self.backend(x, gates, assignment, self, rows=pairs)
+        y: Tensor = self.backend(x, gates, assignment, self, rows=None)
         return y
 
 
@@ -70,10 +55,10 @@ class Rows(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The rows that this rank sends to and receives from each rank; None: equal numbers."""
+    """The numbers of rows that this rank sends to and receives from each rank."""
 
-    sent: list[int] | None
-    received: list[int] | None
+    sent: list[int]
+    received: list[int]
 
     def back(self) -> Splits:
         """Return the splits of the reverse exchange."""
@@ -84,22 +69,11 @@ def expert_parallel_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: O
     """Return the routed sum, of which every rank of the group computes its `OwnExperts`' part."""
     group = experts.group
     chosen = assignment.unflatten(1, (dist.get_world_size(group), -1)).any(2)
-    sent, splits = _plan(chosen, group, experts.split if experts.training else None)
+    sent, splits = by_count(chosen, group)
     by_rank = gates.where(assignment, ABSENT).unflatten(1, (dist.get_world_size(group), -1))
     there, there_gates = _Send.apply(x, by_rank, group, splits, *sent)
     y: Tensor = _Combine.apply(experts(there, there_gates, there_gates != ABSENT), len(x), group, splits, *sent)
     return y
-
-
-def _plan(chosen: Tensor, group: dist.ProcessGroup, split: Split | None) -> tuple[Rows, Splits]:
-    if split is None:
-        return by_count(chosen, group)
-    if len(chosen) != split.tokens:
-        raise ValueError(
-            f"batch of {len(chosen)} tokens, but splits were made for {split.tokens}; train on batches of that "
-            "size, or use splits by count"
-        )
-    return equal(chosen, split.rows), Splits(None, None)
 
 
 def by_count(chosen: Tensor, group: dist.ProcessGroup) -> tuple[Rows, Splits]:
@@ -114,22 +88,9 @@ def by_count(chosen: Tensor, group: dist.ProcessGroup) -> tuple[Rows, Splits]:
     return rows, Splits(sent, received)
 
 
-def equal(chosen: Tensor, length: int) -> Rows:
-    """Return `length` rows for each rank: first those of chosen (tokens, ranks), then padding that no expert computes.
-
-    Every shape follows from the arguments' shapes, so nothing waits for the device.
-    """
-    tokens, ranks = chosen.shape
-    torch._assert_async((chosen.sum(0) <= length).all(), f"a rank is sent more than {length} rows")
-    token = (~chosen).byte().argsort(dim=0, stable=True)[:length].T.flatten()
-    rank = torch.arange(ranks, device=token.device).repeat_interleave(length, output_size=len(token))
-    ordered, by_token = token.sort(stable=True)
-    return Rows(token, rank, by_token, torch.searchsorted(ordered, torch.arange(tokens, device=token.device)))
-
-
 def _exchange(rows: Tensor, splits: Splits, group: dist.ProcessGroup) -> Tensor:
     """Exchange rows (rows, width), ordered by rank, in one all-to-all."""
-    received = rows.new_empty(len(rows) if splits.received is None else sum(splits.received), rows.shape[1])
+    received = rows.new_empty(sum(splits.received), rows.shape[1])
     dist.all_to_all_single(received, rows.contiguous(), splits.received, splits.sent, group=group)
     return received
 
