@@ -33,7 +33,15 @@ SHORT_RUN, TREND_DECAY = 2000, 0.6
 
 @dataclass(frozen=True)
 class ExpertThreshold(ByCutoff):
-    """Causal routing with expected loads: cutoff c_i is the running mean of past batches' k-th largest scores."""
+    """Causal routing with expected loads: cutoff c_i is the running mean of past batches' k-th largest scores.
+
+    The paper's Algorithm 1, with its line numbers:
+
+        3   z[t,i] = 1{r[t,i] > c_i}                            `cut` in training, `route` in inference
+        5   c_i ← β c_i + (1 − β) · kth_largest(r[·,i], k)      `update`, once per optimizer step
+
+    In training the bounds k(1 ± s) clamp each load; during warmup both bounds are k, which is expert choice.
+    """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(1, "Mean number of routed experts per token.")
@@ -71,13 +79,14 @@ class ExpertThreshold(ByCutoff):
             raise ValueError(f"debias={self.debias} needs estimator='mean'; a trend is always unbiased")
 
     def cut(self, pools: Pools, ks: tuple[int, int, int], state: CutoffState) -> tuple[Cut, Cut]:
-        """Return z = 1{r > c} within the capacity bounds, as cuts."""
+        """Return the cuts of z = 1{r > c} within the capacity bounds (line 3), and of the k largest."""
         kth, at_least, at_most = kth_largest(pools.scores, ks, pools.group)
         warmup = state.step < self.warmup_steps  # a tensor, so that the end of warmup changes no code path
         at_least, at_most = kth.where(warmup, at_least), kth.where(warmup, at_most)
         return clamp(cutoff(state), at_least, at_most), kth
 
     def update(self, state: CutoffState, observation: Observation) -> CutoffState:
+        """Return the state after line 5."""
         if self.estimator == "trend":
             return follow_trend(state, observation, self.decay)
         return super().update(state, observation)
