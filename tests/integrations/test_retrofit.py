@@ -269,7 +269,7 @@ def test_a_mixture_of_transformers_is_retrofitted_and_loads_again(tmp_path: Path
 
 def test_one_cutoff_is_on_the_values_that_the_checkpoint_compares_with_its_biases() -> None:
     scores = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
-    bias = torch.tensor([0.4, 0.0, 0.0, -0.4])
+    bias = torch.tensor([0.9, 0.1, 0.0, 0.2])
     for sigmoid, values in ((False, scores + bias), (True, scores.sigmoid() + bias)):
         cutoffs = Calibrator("scores", 4, sigmoid, [bias]).sketch(0, scores)
         level = len(cutoffs) // 2
