@@ -70,6 +70,8 @@ def test_a_comparison_finds_who_is_better_by_how_much_between_two_static_points(
         assert found.interval[0] < found.difference < found.interval[1]
         assert found.interval[1] - found.interval[0] < 0.05  # paired by document
     assert compare(static, sums(1.5, 2.1), targets.tolist()).lower is None
+    few = [each[:9] for each in static], sums(1.5, 1.25)[:9], targets.tolist()[:9]
+    assert compare(*few).lower == "open", "nine documents do not decide"
 
 
 def test_each_way_to_set_cutoffs_keeps_its_promise(tmp_path: Path, text: Path) -> None:

@@ -27,5 +27,8 @@ def run(arguments: Sequence[str]) -> None:
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 1e6:,.1f} MB")
     if options["push"] is not None:
-        print(f"pushed to {push(folder, options['push'])}")
+        try:
+            print(f"pushed to {push(folder, options['push'])}")
+        except ValueError as error:
+            raise ValueError(f"{error}; the export is complete: hf upload {options['push']} {folder}") from None
     print(f"next: AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)")

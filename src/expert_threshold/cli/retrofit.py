@@ -100,9 +100,12 @@ def run(arguments: Sequence[str]) -> None:
         "static": [float(sums[:, 0].sum() / sum(targets)) for sums in static],
         "variable": {name: found._asdict() for name, found in compared.items()},
     }
-    source.save(model, to)
-    replace_json(to / "retrofit.json", report)
-    replace_file(to / "retrofit.md", (text := _markdown(report, compared)).encode())
+    whole = work / "whole"  # the model gets its name together with its report
+    shutil.rmtree(whole, ignore_errors=True)
+    source.save(model, whole)
+    replace_json(whole / "retrofit.json", report)
+    replace_file(whole / "retrofit.md", (text := _markdown(report, compared)).encode())
+    whole.rename(to)
     shutil.rmtree(work)
     print(text, end="")
 

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 RESAMPLES = 2000
+FEW = 10
+"""With fewer documents a bootstrap's interval is too narrow to decide."""
 Sums = npt.NDArray[np.float64]
 """(documents, 2): nats and routed experts, the mean over layers, summed over each document's targets."""
 
@@ -17,7 +19,8 @@ class Comparison(NamedTuple):
     """A model at its mean fanout beside static top k′, interpolated linearly between the two k′ around that fanout.
 
     difference: its loss minus the static one, in nats per token, with the 95 % interval of a bootstrap over documents.
-    lower: whose loss is lower, open where the interval contains 0. All four are None beyond the largest k′.
+    lower: whose loss is lower; open where the interval contains 0 or documents are few. All four are None beyond the
+    largest k′.
     """
 
     fanout: float
@@ -47,5 +50,5 @@ def compare(static: Sequence[Sums], found: Sums, targets: Sequence[int], seed: i
         float(beside[0]),
         float(loss[0] - beside[0]),
         (low, high),
-        "variable" if high < 0 else "static" if low > 0 else "open",
+        "open" if len(targets) < FEW or low <= 0 <= high else "static" if low > 0 else "variable",
     )

@@ -10,6 +10,8 @@ from .export import import_folder
 PREFIX = "hub:"
 FILES = ["*.json", "*.safetensors"]
 """All that `import_folder` reads: no code."""
+WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+"""The files of an earlier push that would be read in place of new ones."""
 
 
 def push(folder: Path, repository: str) -> str:
@@ -17,7 +19,9 @@ def push(folder: Path, repository: str) -> str:
     with hub_errors(repository, "uploaded to") as hub:
         api = hub.HfApi()
         address = str(api.create_repo(repository, private=True, exist_ok=True))
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name}")
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name}", delete_patterns=WEIGHTS
+        )
     return address
 
 
