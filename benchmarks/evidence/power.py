@@ -73,19 +73,25 @@ def train(out: Path, data: Path, given: list[str]) -> Record:
     *lines, last = folder.metrics.read()
     if code or last["split"] != "validation":
         sys.exit(code or 130)
-    settled = [line for line in lines if line["split"] == "train" and line["step"] - line["steps"] >= steps / 4]
     torch.manual_seed(config.train.seed)
     weights = b"".join(weight.detach().numpy().tobytes() for weight in GPT(config.model).parameters())
-    git = ["git", "-C", str(Path(expert_threshold.__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     return {
         "loss": last["loss"],
         **late_losses(folder),
-        "load_training": worst_load(settled),
+        "load_training": worst_load(settled(lines, steps)),
         "load_validation": worst_load([last]),
         "seconds": time.time() - start,
         "processor_seconds": time.process_time() - busy,
         "resumed": resumed,  # seconds are then those of the last part
         "initial_weights": sha256(weights).hexdigest()[:16],
+        **provenance(folder, given),
+    }
+
+
+def provenance(folder: RunFolder, given: list[str]) -> Record:
+    """Return what made a run: its text, options, versions, machine, commit and date."""
+    git = ["git", "-C", str(Path(expert_threshold.__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    return {
         "corpus": folder.section("corpus")["hash"],
         "options": " ".join(given),
         "versions": folder.section("versions"),
@@ -93,6 +99,11 @@ def train(out: Path, data: Path, given: list[str]) -> Record:
         "commit": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip(),
         "date": date.today().isoformat(),
     }
+
+
+def settled(lines: list[Record], steps: int) -> list[Record]:
+    """Return the lines of training after the first quarter of the steps."""
+    return [line for line in lines if line["split"] == "train" and line["step"] - line["steps"] >= steps / 4]
 
 
 def late_losses(folder: RunFolder) -> Record:
