@@ -27,7 +27,7 @@ from expert_threshold.cli.run_options import parse_run, resolve_run
 from expert_threshold.runs import RunFolder
 
 SOFTMAX = "--rule.gate softmax --rule.null-scores 16"
-SHARED = "--threads 1 --eval-tokens 400000 --sample-every none --eval-every none --checkpoint-every 100"
+SHARED = "--threads 1 --eval-tokens 400000 --sample-every none --checkpoint-every 100"
 
 
 def choices(rule: str, option: str, *values: object) -> dict[str, str]:
@@ -63,6 +63,7 @@ def train(out: Path, data: Path, given: list[str]) -> Record:
     """Train a run, or what is left of it, and return its record. Ends the process if that fails or is interrupted."""
     start, busy, resumed = time.time(), time.process_time(), (out / "config.json").exists()
     steps = resolve_run(parse_run("et train", "", [], given)).train.steps
+    given = [*given, "--eval-every", str(steps)]
     code = et(["train", "--resume", str(out)] if resumed else ["train", *given, "--data", str(data), "--out", str(out)])
     folder = RunFolder.open(out)
     *lines, last = folder.metrics.read()
