@@ -13,15 +13,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import shutil
 import sys
 import time
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
+import numpy as np
 from power import provenance, settled, worst_load
 
+from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
 from expert_threshold.cli import main as et
 from expert_threshold.cli.run_options import parse_run, resolve_run
 from expert_threshold.runs import RunFolder
@@ -80,14 +84,108 @@ def train(out: Path, data: Path, given: list[str]) -> Record:
     }
 
 
+class Cell(NamedTuple):
+    """One setting over its seeds. error: the standard error of its loss; None without a second seed anywhere."""
+
+    family: str
+    setting: str
+    seeds: int
+    loss: float
+    error: float | None
+    load_training: float | None
+    load_validation: float | None
+
+
+def cells(records: list[Record]) -> list[Cell]:
+    """Return every setting's estimates, in the order of the families. Raises ValueError for runs of several lengths."""
+    if len({(record["tokens"], record["corpus"]) for record in records}) > 1:
+        raise ValueError("the runs differ in their tokens or their text; show one kind at a time")
+    of = {(family, setting): [] for family, settings in FAMILIES.items() for setting in settings}
+    for record in records:
+        of[record["family"], record["setting"]].append(record)
+    groups = {name: runs for name, runs in of.items() if runs}
+    names, seeds = list(groups), sorted({record["seed"] for record in records})
+    design = np.zeros((len(records), len(names) + len(seeds)))
+    for row, record in zip(design, records, strict=True):
+        row[[names.index((record["family"], record["setting"])), len(names) + seeds.index(record["seed"])]] = 1
+    losses, inverse = np.array([record["loss"] for record in records]), np.linalg.pinv(design)
+    fit, free = inverse @ losses, len(records) - np.linalg.matrix_rank(design)
+    variance = float(np.sum((losses - design @ fit) ** 2)) / free if free else None
+    found = []
+    for number, (name, runs) in enumerate(groups.items()):
+        contrast = np.r_[np.eye(len(names))[number], np.full(len(seeds), 1 / len(seeds))]  # at the seeds' mean
+        error = None if variance is None else math.sqrt(variance * float(np.sum((contrast @ inverse) ** 2)))
+        loads = [
+            None if runs[0][load] is None else fmean(run[load] for run in runs)
+            for load in ("load_training", "load_validation")
+        ]
+        found.append(Cell(*name, len(runs), float(contrast @ fit), error, *loads))
+    return found
+
+
+def table(found: list[Cell]) -> str:
+    """Return a Markdown table. In bold: no other setting has both a lower loss and a lower load."""
+    lines = ["| family | setting | seeds | loss | busiest load, training | validation |", "| --- " * 6 + "|"]
+    for cell in found:
+        words = [f"{cell.loss:.4f}" + ("" if cell.error is None else f" ± {cell.error:.4f}")]
+        for load in ("load_training", "load_validation"):
+            mine, others = getattr(cell, load), [each for each in found if getattr(each, load) is not None]
+            best = mine is not None and not any(o.loss < cell.loss and getattr(o, load) < mine for o in others)
+            words.append("" if mine is None else f"**{mine:.2f}**" if best else f"{mine:.2f}")
+        lines.append(f"| {cell.family} | {cell.setting} | {cell.seeds} | {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
+def draw(found: list[Cell], path: Path) -> None:
+    """Draw loss against load, in training and in validation, with a line for each family and dense as a level."""
+    from matplotlib.figure import Figure
+
+    with style():
+        figure = Figure(figsize=(WIDE, 4.4), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for panel, load in zip(panels, ("load_training", "load_validation"), strict=True):
+            for number, family in enumerate(FAMILIES):
+                mine = [cell for cell in found if cell.family == family]
+                colour = METHODS[number % len(METHODS)]
+                if mine and mine[0].load_training is None:
+                    panel.axhline(mine[0].loss, color=INK, linewidth=0.8, label=family)
+                elif mine:
+                    mine.sort(key=lambda cell: getattr(cell, load))
+                    ours = family.startswith("expert threshold")
+                    x, y, errors = zip(
+                        *((getattr(cell, load), cell.loss, cell.error or 0) for cell in mine), strict=True
+                    )
+                    fill = {"markerfacecolor": colour if ours else "white", "markersize": 5, "elinewidth": 0.7}
+                    panel.errorbar(x, y, errors, marker="o", color=colour, linewidth=1.0, label=family, **fill)
+            panel.set(xscale="log", xlabel=f"load of the busiest expert / mean, {load.removeprefix('load_')}")
+            ticks = [1, 1.25, 1.5, 2, 3, 4, 6, 8]
+            panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            panel.minorticks_off()
+        panels[0].set_ylabel("validation loss, nats per token")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+        figure.savefig(path, dpi=160, facecolor="white")
+
+
+def show(path: Path) -> None:
+    """Print the table of a file of records, and draw it."""
+    found = cells([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    print(table(found))
+    draw(found, path.with_suffix(".png"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("tokens"))
-    parser.add_argument("--out", type=Path, required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path)
+    what.add_argument("--show", type=Path, metavar="FILE")
     parser.add_argument("--tokens", type=int, default=2_000_000)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--only", choices=FAMILIES, nargs="+", default=list(FAMILIES), metavar="FAMILY")
     asked = parser.parse_args()
+    if asked.show is not None:
+        show(asked.show)
+        return
     path = asked.out / "records.jsonl"
     for seed, family in itertools.product(asked.seeds, asked.only):
         for setting, options in FAMILIES[family].items():

@@ -17,6 +17,9 @@ import pytest
 import torch
 from benchmarks.evidence import power, text
 
+sys.path.insert(0, str(Path(power.__file__).parent))
+from benchmarks.evidence import frontier
+
 from expert_threshold.data import Batch, Loader
 
 BODY = "int f{0}(int a)\n{{\n\treturn a * {0};\n}}\n" * 14
@@ -156,3 +159,28 @@ def test_the_scatter_is_that_of_paired_differences_and_unequal_runs_are_no_pair(
     assert "| 1M | usual | the end | 4 | +0.0050 | 0.0129 ± 0.0053 | 7 | 1.2" in power.table(records)
     with pytest.raises(ValueError, match="differ in the pair"):
         power.table([records[0] | {"initial_weights": "another"}, *records[1:]])
+
+
+def test_settings_are_compared_as_if_each_had_every_seed() -> None:
+    effects = {"dense": 2.3, "0.01": 2.2, "0.5": 2.1}
+    runs = [("dense", "", 0), ("auxiliary loss, softmax", "0.01", 0), ("auxiliary loss, softmax", "0.01", 1)]
+    runs += [("expert threshold", "0.5", 1)]
+    records = [
+        {"family": family, "setting": setting, "tokens": 1, "corpus": "a", "seed": seed}
+        | {"loss": effects[setting or family] + 0.1 * seed}
+        | dict.fromkeys(("load_training", "load_validation"), None if family == "dense" else 1 + seed)
+        for family, setting, seed in runs
+    ]
+    found = frontier.cells(records)
+    assert [(cell.family, cell.seeds, cell.load_training) for cell in found] == [
+        ("dense", 1, None),
+        ("auxiliary loss, softmax", 2, 1.5),
+        ("expert threshold", 1, 2),
+    ]
+    assert [cell.loss for cell in found] == pytest.approx([2.35, 2.25, 2.15])  # at the mean of both seeds
+    assert found[0].error is None  # nothing is left to estimate it from
+    more = frontier.cells([*records, records[0] | {"seed": 1, "loss": 2.42}])
+    assert all(cell.error is not None and 0 < cell.error < 0.02 for cell in more)
+    assert "| dense |  | 2 |" in frontier.table(more)
+    with pytest.raises(ValueError, match="differ"):
+        frontier.cells([*records, records[0] | {"tokens": 2}])
