@@ -19,7 +19,7 @@ from .train.log import say
 
 # An empty prompt, which opens a document; code; prose. None ends with a space, which tokens of words begin with: after
 # "def " a model writes digits. Lower temperatures write loops.
-PROMPTS = ("", "def", "Return")
+PROMPTS = ("", "def __init__(self", "Return")
 TEMPERATURE = 0.9
 SAMPLE_TOKENS = 96
 

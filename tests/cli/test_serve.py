@@ -88,6 +88,7 @@ def test_only_a_loopback_address_is_local() -> None:
         (["--host", "nowhere.invalid"], "--host nowhere.invalid: unknown name"),
         (["--host", "a" * 70], f"--host {'a' * 70}: unknown name"),
         (["--public-host", "https://a.b/"], "--public-host https://a.b/: give a host name alone"),
+        (["--cors", "example.org"], "--cors example.org: give an origin, such as https://example.org"),
         (["--api-key", "key "], "--api-key or ET_API_KEY must be letters, digits and signs of ASCII"),
         (["--host", "0.0.0.0", "--compare", "other"], "add --explorer"),
     ],

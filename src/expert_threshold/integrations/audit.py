@@ -49,7 +49,7 @@ def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dty
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         raise ValueError(f"{name}: not a causal model that transformers can load: {reason}") from None
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{name}: {len(missing)} weights are missing, {missing[0]} for one; name a whole checkpoint")
+        raise ValueError(f"{name}: lacks weights ({len(missing)}, such as {missing[0]}); name a whole checkpoint")
     if len(tokenizer) > (rows := model.get_input_embeddings().num_embeddings):
         raise ValueError(
             f"{name}: its tokenizer has {len(tokenizer)} tokens, its embedding {rows}; name a matching pair"
