@@ -139,8 +139,8 @@ def test_more_shards_do_not_change_the_runs_that_began_before(
     hashes = {RunFolder.open(tmp_path / "compare" / "dense" / f"seed_{n}").config["corpus"]["hash"] for n in (0, 1)}
     assert len(hashes) == 1
     none = ["--out", tmp_path / "none"]
-    refused(["train", *text, "--data.train-shards", 5, *none], "train_shards=5: fineweb-edu has 4 for training")
-    refused(["train", "tiny", "--data.train-shards", 1, *none], "embedded has no Parquet shards; leave it out")
+    refused(["train", *text, "--data.train-shards", 5, *none], "train_shards=5: fineweb-edu has 4 training shards")
+    refused(["train", "tiny", "--data.train-shards", 1, *none], "embedded has no Parquet shards; omit the option")
 
 
 def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_it(
@@ -200,7 +200,7 @@ def test_what_cannot_be_done_is_refused(
     for command, message in (
         ("", "name a subcommand: fineweb-edu, hub, core, tokenizer, tokenize"),
         ("fineweb", "unknown subcommand fineweb; did you mean fineweb-edu?"),
-        ("fineweb-edu --shards 0", "--shards 0: there are 1822 for training"),
+        ("fineweb-edu --shards 0", "--shards 0: must be from 1 to 1822"),
         ("fineweb-edu --shard 3", "unknown option --shard; did you mean --shards?"),
         ("tokenizer", "fineweb-edu is not in"),
         ("tokenizer missing", "missing does not exist"),
@@ -212,9 +212,9 @@ def test_what_cannot_be_done_is_refused(
         refused(["data", *command.split()], message)
     with monkeypatch.context() as patch:
         patch.setenv(VARIABLE, str(text))
-        refused(["data", "core"], "cannot be written")
+        refused(["data", "core"], "is not writable")
     assert et("data", "fineweb-edu", "--shards", 2) == 0
     refused(["data", "tokenizer"], "vocab_size=65536 is too large for this text")
     refused(["data", "tokenize"], "no tokenizer.json beside fineweb-edu; make one with et data tokenizer")
     (cache / "fineweb-edu" / "tokenizer.json").write_text("{}")
-    refused(["data", "tokenizer"], "no tokenizer that text can be encoded with")
+    refused(["data", "tokenizer"], "is not a supported tokenizer")

@@ -98,7 +98,7 @@ def test_embedded_documents_are_sources_docstrings_and_topics(tmp_path: Path) ->
 def test_a_python_without_sources_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(embedded, "documents", embedded.documents.__wrapped__)  # type: ignore[attr-defined]
-    assert_refused("embedded has no documents: this Python comes without the source", "embedded")
+    assert_refused("embedded contains no documents: this Python comes without the source", "embedded")
 
 
 # Files.
@@ -234,7 +234,7 @@ def test_compressed_text_is_read_as_it_was(kind: str, packed: str, codec: str, t
     assert documents_of(open_source(str(tmp_path))) == before
     for damaged in (data[: len(data) // 2], b"something else"):
         path.write_bytes(damaged)
-        assert_refused(f"{path} is damaged or no {codec} file (", path)
+        assert_refused(f"{path} is damaged or not a {codec} file (", path)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -329,24 +329,24 @@ def assert_refused(start: str, source: Path | str, **options: str) -> None:
 
 def test_what_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
     assert_refused(f"{tmp_path}/none.txt does not exist: give", tmp_path / "none.txt")
-    assert_refused(f"{tmp_path} holds no .txt, .jsonl or .parquet file: put", tmp_path)
+    assert_refused(f"{tmp_path} contains no .txt, .jsonl or .parquet file: add", tmp_path)
     (tmp_path / "a.csv").write_text("a,b")
-    assert_refused(f"{tmp_path} holds no .txt, .jsonl or .parquet file: put", tmp_path)
-    assert_refused(f"{tmp_path}/a.csv is no .txt, .jsonl or .parquet file: convert", tmp_path / "a.csv")
+    assert_refused(f"{tmp_path} contains no .txt, .jsonl or .parquet file: add", tmp_path)
+    assert_refused(f"{tmp_path}/a.csv is not a .txt, .jsonl or .parquet file: convert", tmp_path / "a.csv")
     for name in ("empty.txt", "empty.jsonl"):
         (tmp_path / name).write_text(" \n")
-        assert_refused(f"{tmp_path}/{name} has no documents: put some text into it", tmp_path / name)
+        assert_refused(f"{tmp_path}/{name} contains no documents: add some text", tmp_path / name)
     write_parquet(tmp_path / "empty.parquet", [])
-    assert_refused(f"{tmp_path}/empty.parquet has no documents: put some text into it", tmp_path / "empty.parquet")
+    assert_refused(f"{tmp_path}/empty.parquet contains no documents: add some text", tmp_path / "empty.parquet")
 
 
 def test_a_split_without_documents_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_jsonl(path, ["only one"] * 3)
-    assert_refused(f"{path} has no documents left for train: give more documents", path)
+    assert_refused(f"{path} has no documents left for train: add more distinct documents", path)
     write_parquet(tmp_path / "a.parquet", TEXTS)
     write_parquet(tmp_path / "b.parquet", [])
-    assert_refused(f"{tmp_path}/b.parquet has no documents: put some into it, or remove it", tmp_path)
+    assert_refused(f"{tmp_path}/b.parquet contains no documents: add some, or remove the file", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -366,7 +366,7 @@ def test_text_that_is_not_utf8_is_refused_with_its_offset(name: str, tmp_path: P
         ("[1]", "is not a JSON object: each"),
         ('{"id": 1, "a": "x", "b": "y"}', "has no text in text_field='text': the fields with text are: a, b"),
         ('{"text": 5}', "has no text in text_field='text': the fields with text are: none"),
-        ('{"text": "\\ud83d"}', "has half of a surrogate pair: repair"),
+        ('{"text": "\\ud83d"}', "contains half of a surrogate pair: repair"),
     ],
 )
 def test_a_wrong_jsonl_line_is_refused_with_its_number(line: str, problem: str, tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     }
     for content in damaged.values():
         path.write_bytes(content)
-        assert_refused(f"{path} is damaged or no Parquet file (", path)
+        assert_refused(f"{path} is damaged or not a Parquet file (", path)
 
 
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.binary()], ids=str)
@@ -402,7 +402,7 @@ def test_parquet_rows_that_are_not_utf8_are_refused(kind: pyarrow.DataType, tmp_
     path = tmp_path / "a.parquet"
     array = pyarrow.array([b"fine", None, b"caf\xe9"], pyarrow.binary()).view(kind)
     pyarrow.parquet.write_table(pyarrow.table({"text": array}), path)
-    assert_refused(f"{path}, row 2 is not UTF-8: write", path)
+    assert_refused(f"{path}, row 2 is not UTF-8: rewrite", path)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions differ")

@@ -177,7 +177,7 @@ def test_a_position_outside_the_corpus_is_refused() -> None:
 def test_a_corpus_of_nothing_but_empty_parts_ends() -> None:
     parts = Parts([[], []])
     parts.bytes = [10, 10]
-    with pytest.raises(ValueError, match="no document of this corpus is readable"):
+    with pytest.raises(ValueError, match="this corpus contains no readable document"):
         next(Loader(parts, 1, 4, seed=0))
 
 
@@ -289,7 +289,7 @@ def damage(folder: Path) -> dict[str, Path]:
 def test_damaged_shards_are_named_in_one_line(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "shards")
     bad = damage(folder)
-    reasons = ["is damaged or no Parquet file", "is damaged or no Parquet file", "has no documents", "has no column"]
+    reasons = ["is damaged or not a Parquet file"] * 2 + ["contains no documents", "has no column"]
     for path, reason in zip(bad.values(), reasons, strict=False):
         with pytest.raises(ValueError, match=rf"^{path} {reason}"):
             open_source(str(folder))
@@ -393,7 +393,7 @@ def test_a_folder_of_other_tokens_is_left_alone(tmp_path: Path, tokenizer: Token
         tokenized(corpus, tokenizer, tmp_path / "shards")
     stored = open_source(str(out))
     assert stored.parts is not None
-    with pytest.raises(ValueError, match=r"holds tokens of another tokenizer than this run's: give the text itself"):
+    with pytest.raises(ValueError, match=r"holds tokens of a different tokenizer than this run's: give the text"):
         stored.parts("train", Tokenizer.train(TEXTS, 290))
 
 
@@ -410,8 +410,8 @@ def test_damaged_token_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> 
     tokenized(corpus, tokenizer, out)
     assert path.read_bytes() == whole
     Tokenizer.train(TEXTS, 290).save(out / "tokenizer.json")
-    with pytest.raises(ValueError, match=r"tokenizer.json is not the one its tokens were made with: restore it"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is not the tokenizer that made these tokens: restore it"):
         open_source(str(out))
     (out / "tokens.json").write_text("[]")
-    with pytest.raises(ValueError, match=rf"^{out} holds no tokens that this version can read: make them with et data"):
+    with pytest.raises(ValueError, match=rf"^{out} holds no tokens that this version can read: create them with et"):
         open_source(str(out))

@@ -115,7 +115,7 @@ def test_a_damaged_tokenizer_file_is_refused_in_one_line(tokenizer: Tokenizer, t
     ]  # fmt: skip
     for data in [*(text.encode() for text in damaged), b"\xff\xfe\x00"]:
         path.write_bytes(data)
-        with pytest.raises(ValueError, match="is damaged or no tokenizer that text") as caught:
+        with pytest.raises(ValueError, match="is damaged or is not a supported tokenizer") as caught:
             Tokenizer.load(path)
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -123,7 +123,7 @@ def test_a_damaged_tokenizer_file_is_refused_in_one_line(tokenizer: Tokenizer, t
 
 def test_without_rustbpe_training_a_tokenizer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rustbpe", None)
-    with pytest.raises(ValueError, match="needs rustbpe, which is missing; pip install rustbpe"):
+    with pytest.raises(ValueError, match="needs rustbpe, which is missing; run pip install rustbpe"):
         Tokenizer.train(TEXT, 270)
 
 

@@ -15,16 +15,16 @@ from .token_files import MANIFEST
 CODE = "code"
 """The embedded corpus without its prose."""
 
-# GSM8K and HumanEval are recognised by the fields of their lines; the value separates the two fields.
+# GSM8K and HumanEval are recognised by their field names; the value is the separator between the two fields.
 QUESTION_SETS = {("question", "answer"): "\n", ("prompt", "canonical_solution"): ""}
 
 
 def open_held_out(source: str, text_field: str = "text") -> Corpus:
     """Return a corpus whose validation split is the source's held-out text; it may have no training split.
 
-    source: as in `DataConfig`, or "code", only the source files of the embedded corpus. A source without its own
-    validation split holds out its files named test or validation, or everything if there are none. A line of GSM8K or
-    HumanEval becomes the question followed by the answer. Raises ValueError as `open_source` does.
+    source: as in `DataConfig`, or "code" for only the source files of the embedded corpus. If a source has no
+    validation split, its files named test or validation are held out, or all its files if none has such a name. A line
+    of GSM8K or HumanEval becomes the question followed by the answer. Raises ValueError as `open_source` does.
     """
     remedy = "there is nothing to evaluate on, so name another source"
     if source == CODE:
@@ -60,7 +60,7 @@ def _read(path: Path, text_field: str) -> Iterator[str | None]:
 
 
 def _fields(line: str) -> set[str]:
-    """Return the fields of a JSON object; none for anything else, which is reported when it is read."""
+    """Return the field names of a JSON object, or an empty set for anything else, which `files.read` reports later."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-# Modules and packages in all of Python 3.11 to 3.14, without `encodings` (tables of numbers) and the tests. Some
-# distributions strip tkinter, idlelib and others: missing ones are skipped.
+# Modules and packages present in every Python from 3.11 to 3.14, except `encodings` (tables of numbers) and tests. Some
+# distributions strip tkinter, idlelib and others; missing modules are skipped.
 MODULES = """
     __future__ _aix_support _collections_abc _compat_pickle _markupbase _osx_support _py_abc _pydecimal _pyio
     _sitebuiltins _strptime _threading_local _weakrefset abc antigravity argparse ast asyncio base64 bdb bisect bz2
@@ -32,7 +32,7 @@ _TESTS = {"test", "tests", "idle_test"}
 
 VALIDATION_SHARE = 0.05
 VALIDATION_BYTES = 400_000
-"""Keeps validation to seconds."""
+"""Limits validation to a few seconds."""
 VALIDATION_FILE_BYTES = 50_000
 """Larger files go to training, so that no single module dominates the validation loss."""
 
@@ -43,8 +43,8 @@ Document = tuple[str, str]
 def documents(stdlib: Path | None = None) -> tuple[list[Document], list[Document]]:
     """Return the training and the validation documents, in a fixed order, from the running Python or `stdlib`.
 
-    A file's source and its docstrings are two documents on the same side of the split, so that nothing leaks. All
-    topics of `pydoc_data`, which quote each other, stay together too. Duplicates, as of empty packages, count once.
+    A file's source and its docstrings are two documents on the same side of the split, so that nothing leaks. The
+    topics of `pydoc_data` quote each other, so they stay together too. Duplicates, such as empty packages, count once.
     """
     root = Path(sysconfig.get_path("stdlib")) if stdlib is None else stdlib
     files: dict[str, list[Document]] = {}
@@ -90,7 +90,7 @@ def _documents(name: str, data: bytes) -> list[Document]:
 
 
 def _topics(tree: ast.Module) -> dict[str, str]:
-    """Return the topics of a file that is one assignment, `topics = {name: text, ...}`."""
+    """Return the topics of a file that consists of one assignment, `topics = {name: text, ...}`."""
     assigned = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     values = [ast.literal_eval(value) for value in assigned if isinstance(value, ast.Dict)]
     return {topic: text for value in values for topic, text in value.items()}

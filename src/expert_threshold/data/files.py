@@ -1,4 +1,4 @@
-"""Reads documents from .txt, .jsonl and .parquet, the first two also compressed, one file or a folder of them."""
+"""Reads documents from a .txt, .jsonl or .parquet file or a folder of them; the first two kinds may be compressed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 SUFFIXES = (".parquet", ".jsonl", ".txt")
-"""The order of precedence if a folder holds several kinds, since data sets often come with notes."""
+"""The kinds of files, most preferred first. A folder may hold several, since data sets often come with notes."""
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 
@@ -31,22 +31,22 @@ HELD_OUT = f"test|{VALIDATION}"
 
 
 def kind(path: Path) -> str:
-    """Return the suffix that says how to read a file, `.jsonl` for a.jsonl.gz."""
+    """Return the suffix that determines how to read a file, such as `.jsonl` for a.jsonl.gz."""
     name = path.with_suffix("") if path.suffix.lower() in PACKED else path
     return name.suffix.lower()
 
 
 def find(path: Path) -> list[Path]:
-    """Return `path` itself, or the files of one kind below that folder, hidden ones excluded, sorted by path.
+    """Return `path` if it is a file, or the non-hidden files of one kind below that folder, sorted by path.
 
-    Links are followed. One that leads nowhere is returned too, so that reading it raises FileNotFoundError.
-    Raises ValueError if there is nothing to read, and OSError for a folder that cannot be read.
+    Links are followed. A dangling link is returned too, so that reading it raises FileNotFoundError.
+    Raises ValueError if there is nothing to read, and OSError if a folder cannot be read.
     """
     if path.is_dir():
         visible, seen = [], set()
         for folder, folders, names in os.walk(path, onerror=_refuse, followlinks=True):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
-            if (real := os.path.realpath(folder)) in seen:  # a link to a folder above would never end
+            if (real := os.path.realpath(folder)) in seen:  # a link to a parent folder would never end
                 folders.clear()
                 continue
             seen.add(real)
@@ -55,11 +55,11 @@ def find(path: Path) -> list[Path]:
         for suffix in SUFFIXES:
             if found := sorted(file for file in visible if kind(file) == suffix):
                 return found
-        raise ValueError(f"{path} holds no {_KINDS} file: put some there, or name another folder")
+        raise ValueError(f"{path} contains no {_KINDS} file: add one, or name another folder")
     if not path.exists():
-        raise ValueError(f'{path} does not exist: give "embedded", or a {_KINDS} file, or a folder of such')
+        raise ValueError(f'{path} does not exist: give "embedded", a {_KINDS} file, or a folder of such files')
     if kind(path) not in SUFFIXES:
-        raise ValueError(f"{path} is no {_KINDS} file: convert it, or rename it if it is one")
+        raise ValueError(f"{path} is not a {_KINDS} file: convert it, or rename it if it is one")
     return [path]
 
 
@@ -68,9 +68,9 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def held_out(root: Path, paths: Sequence[Path], words: str = HELD_OUT) -> list[Path]:
-    """Return the files that their names, or their folders' below `root`, call by one of the words.
+    """Return the files whose name, or the name of a folder between them and `root`, starts with one of the words.
 
-    As in test.jsonl, validation-00000-of-00001.parquet, val_0.txt and dev/a.txt.
+    Examples are test.jsonl, validation-00000-of-00001.parquet, val_0.txt and dev/a.txt.
     """
     named = re.compile(rf"({words})([-.]|_\d|$)", re.IGNORECASE)
     names = {path: (path.name,) if path == root else path.relative_to(root).parts for path in paths}
@@ -78,7 +78,7 @@ def held_out(root: Path, paths: Sequence[Path], words: str = HELD_OUT) -> list[P
 
 
 def read(path: Path, text_field: str) -> Iterator[str | None]:
-    """Yield the documents of one file: a whole text file, the `text_field` of each line, or that column; nulls as None.
+    """Yield the documents of one file: the whole text, or `text_field` of each line or row, with None for a null.
 
     Raises ValueError if the file does not match its suffix or lacks the field.
     """
@@ -94,10 +94,10 @@ def read(path: Path, text_field: str) -> Iterator[str | None]:
 
 
 def sections(path: Path) -> Iterator[str]:
-    """Yield one long text as documents, cut at the first blank line after 8 KiB, or the first line's end after 16 KiB.
+    """Yield one long text as documents, each cut at the first blank line after 8 KiB or line end after 16 KiB.
 
-    A longer line is cut at carriage returns, as old Macintosh files have them, and at blanks. Concatenated, the
-    documents give the text.
+    A line longer than 16 KiB is cut at whitespace, such as the carriage returns of old Macintosh files. Concatenating
+    the documents restores the text.
     """
     section: list[str] = []
     size = 0
@@ -116,7 +116,7 @@ _PIECE = re.compile(r"[^\r\n]{0,1024}(?:\r\n|\s)|.{1,1024}", re.DOTALL)
 
 
 def lines(path: Path) -> Iterator[str]:
-    """Yield lines with their line ends unchanged, without a byte order mark."""
+    """Yield the lines of a file, with their line endings but without a byte order mark."""
     offset = 0
     codec = PACKED.get(path.suffix.lower())
     with (
@@ -159,23 +159,23 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str | None]:
             text.encode()
         except UnicodeEncodeError:
             raise ValueError(
-                f"{path}, line {number} has half of a surrogate pair: repair it or leave the line out"
+                f"{path}, line {number} contains half of a surrogate pair: repair or remove the line"
             ) from None
         yield text
 
 
 class RowGroup(NamedTuple):
-    """A row group of a Parquet file, readable on its own. `bytes` is the text's size, to the nearest percent."""
+    """A row group of a Parquet file, readable on its own. `bytes` is the size of its text, to about one percent."""
 
     path: Path
     number: int
     documents: int
     bytes: int
-    nulls: int  # rows without text, as far as the footer says
+    nulls: int  # rows without text; 0 if the footer does not count them
 
 
 def row_groups(path: Path, text_field: str) -> list[RowGroup]:
-    """Return the row groups from the file's footer, without reading text. Raises ValueError as `read` does."""
+    """Return the row groups listed in the file's footer, without reading text. Raises ValueError as `read` does."""
     with _parquet_file(path, text_field) as file:
         leaves = [file.schema.column(i).path for i in range(len(file.schema))]  # a nested column has several
         place = leaves.index(text_field)
@@ -189,7 +189,7 @@ def row_groups(path: Path, text_field: str) -> list[RowGroup]:
 
 
 def footer(path: Path) -> bytes:
-    """Return the footer of a Parquet file, which has all offsets and sizes and so identifies the contents."""
+    """Return the footer of a Parquet file. It lists all offsets and sizes, which identify the contents."""
     with path.open("rb") as file:
         file.seek(-8, os.SEEK_END)
         length = int.from_bytes(file.read(4), "little")
@@ -199,7 +199,7 @@ def footer(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class Shards:
-    """A corpus of shards. `hash` covers their names, the text's column, and footers, with all sizes and offsets."""
+    """A corpus of Parquet shards. `hash` covers their names, sizes and footers, and the name of the text column."""
 
     groups: tuple[RowGroup, ...]
     text_field: str
@@ -211,16 +211,16 @@ class Shards:
 
     @property
     def bytes(self) -> int:
-        """The bytes of text, to the nearest percent."""
+        """The number of bytes of text, to about one percent."""
         return sum(group.bytes for group in self.groups)
 
     def read(self, group: int) -> Iterator[str]:
-        """Yield the documents of a row group that are not blank. Raises ValueError naming a damaged shard."""
+        """Yield the non-blank documents of a row group. Raises ValueError naming the shard if it is damaged."""
         path, number = self.groups[group][:2]
         return (text for text in _parquet(path, self.text_field, [number]) if text and text.strip())
 
     def texts(self) -> Iterator[str]:
-        """Yield all documents, in the shards' order. Raises ValueError as `read` does."""
+        """Yield all documents, shard by shard. Raises ValueError as `read` does."""
         for group in range(len(self.groups)):
             yield from self.read(group)
 
@@ -228,14 +228,14 @@ class Shards:
 def open_shards(paths: Sequence[Path], text_field: str) -> Shards:
     """Return the shards, reading only their footers.
 
-    Raises ValueError naming a shard that is damaged, empty or lacks the column.
+    Raises ValueError naming the shard if one is damaged, is empty or lacks the column.
     """
     digest = hashlib.sha256(f"{text_field}\n".encode())
     groups: list[RowGroup] = []
     for path in paths:
         found = [group for group in row_groups(path, text_field) if group.documents]
         if not found:
-            raise ValueError(f"{path} has no documents: put some into it, or remove it")
+            raise ValueError(f"{path} contains no documents: add some, or remove the file")
         groups += found
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         digest.update(footer(path))
@@ -247,15 +247,15 @@ def _parquet(path: Path, text_field: str, groups: Sequence[int] | None = None) -
         chosen = range(file.num_row_groups) if groups is None else groups
         row = sum(file.metadata.row_group(index).num_rows for index in range(chosen[0] if chosen else 0))
         for batch in file.iter_batches(_PARQUET_ROWS, row_groups=list(chosen), columns=[text_field]):
-            for value in batch.column(text_field):  # some versions of Arrow read text.lang with text
+            for value in batch.column(text_field):  # some versions of Arrow also read text.lang
                 yield _text(path, row, value)
                 row += 1
 
 
 @contextmanager
 def _parquet_file(path: Path, text_field: str) -> Iterator[pyarrow.parquet.ParquetFile]:
-    """Yield the open file. Raises ValueError if it lacks the column, or is found damaged while it is read."""
-    # Checksums of pages are optional in Parquet. Without them a changed letter may go unnoticed.
+    """Yield the open file. Raises ValueError if the column is missing, or if reading it reveals damage."""
+    # Page checksums are optional in Parquet. Without them, a changed character may go unnoticed.
     with _damage_named(path, "Parquet"), pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         columns = file.schema_arrow
         if text_field not in columns.names:
@@ -263,7 +263,7 @@ def _parquet_file(path: Path, text_field: str) -> Iterator[pyarrow.parquet.Parqu
                 f"{path} has no column text_field={text_field!r}: its columns are: {', '.join(columns.names)}"
             )
         if columns.names.count(text_field) > 1:
-            raise ValueError(f"{path} has several columns text_field={text_field!r}: write it again with one")
+            raise ValueError(f"{path} has several columns text_field={text_field!r}: rewrite it with only one")
         held = columns.field(text_field).type
         values = held.value_type if isinstance(held, pyarrow.DictionaryType) else held  # pandas' categoricals
         if str(values) not in _TEXTS:
@@ -276,15 +276,15 @@ _TEXTS = {"string", "large_string", "string_view", "binary", "large_binary", "bi
 
 @contextmanager
 def _damage_named(path: Path, what: str) -> Iterator[None]:
-    """Turn Arrow's reports of damage into a ValueError that names the file."""
+    """Convert Arrow's errors about damage to a ValueError that names the file."""
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
-        # Arrow reports damage as an OSError too, but without an errno.
+        # Arrow reports damage as OSError too, but without an errno.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is damaged or no {what} file ({reason}): download or write it again") from None
+        raise ValueError(f"{path} is damaged or not a {what} file ({reason}): download or create it again") from None
 
 
 def _text(path: Path, row: int, value: pyarrow.Scalar) -> str | None:
@@ -292,4 +292,4 @@ def _text(path: Path, row: int, value: pyarrow.Scalar) -> str | None:
         text = value.as_py()
         return text.decode() if isinstance(text, bytes) else text
     except UnicodeDecodeError:
-        raise ValueError(f"{path}, row {row} is not UTF-8: write the file again with strings that are") from None
+        raise ValueError(f"{path}, row {row} is not UTF-8: rewrite the file with valid UTF-8 strings") from None

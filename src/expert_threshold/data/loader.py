@@ -1,4 +1,4 @@
-"""Packs documents into one stream of tokens and cuts batches from it, block by block, which threads prepare ahead."""
+"""Packs documents into one stream of tokens and cuts batches from it; threads prepare its blocks in advance."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .tokens import Parts, Tokens, ahead, id_type, join, no_tokens, tokenize
 T = TypeVar("T")
 
 IGNORED = -1
-"""Marks a position without a target."""
+"""The target id that marks a position without a target."""
 
 _CHUNK_BYTES = 4_000_000
 
 BLOCK_BYTES = 32 << 20
-"""Bytes of text in a block. Rows of a batch come from one block, so it is far larger: about 7 million tokens."""
+"""Bytes of text in a block, about 7 million tokens. A batch's rows come from one block, so a block is far larger."""
 
 AHEAD_BLOCKS = 4
 """The maximum number of blocks prepared at a time."""
@@ -35,7 +35,7 @@ AHEAD_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Position:
-    """The start of the next batch: `row` rows into a block of an epoch."""
+    """The start of the next batch, as a row in a block of an epoch."""
 
     epoch: int = 0
     row: int = 0
@@ -43,7 +43,7 @@ class Position:
 
 
 class Batch(NamedTuple):
-    """int64 token ids and the ids that follow them, in the same shape, `(batch, context)` from a `Loader`."""
+    """Token ids, and as targets the ids that follow them; both int64, `(batch, context)` if from a `Loader`."""
 
     tokens: Tensor
     targets: Tensor
@@ -58,7 +58,7 @@ def pack(
 ) -> Tokens:
     """Return the documents of a split as tokens in memory; `progress` receives the bytes done and the total.
 
-    max_tokens: stop at the first whole part that reaches that many; None is all.
+    max_tokens: stop after the part that reaches this number; None packs the whole split.
     """
     packed = [no_tokens(id_type(tokenizer.vocab_size))]
     tokens = done = 0
@@ -81,7 +81,7 @@ def _in_parts(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> Iterator[To
 
 
 def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Yield lists of texts of a few megabytes each, to keep threads busy and memory bounded."""
+    """Yield the texts in lists of a few megabytes, which keep threads busy and memory bounded."""
     chunk: list[str] = []
     size = 0
     for text in texts:
@@ -95,9 +95,9 @@ def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 class _Rows:
-    """A block of an epoch: its documents, shuffled by the seed, the epoch and the block, cut into rows.
+    """A block of an epoch, whose documents are shuffled by seed, epoch and block and then cut into rows.
 
-    Rows are shuffled too, so that neighbours in a batch come from different documents, however long.
+    Rows are shuffled too, so that neighbours in a batch come from different documents even if these are long.
     """
 
     def __init__(self, tokens: Tokens, context: int, seed: int, epoch: int, block: int) -> None:
@@ -118,10 +118,10 @@ class _Rows:
         return int(np.minimum(self._starts[-1] - self._order[first:last] * self._context, self._context).sum())
 
     def read(self, first: int, last: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the tokens of rows `first` to `last` in shuffled order and their targets, each (rows, context).
+        """Return the tokens and the targets of rows `first` to `last` in shuffled order, each (rows, context).
 
-        Past the end of the block, tokens repeat its beginning, and have no targets: whatever fills a row is
-        routed, too, and competes with the rest.
+        Past the end of the block, its first tokens are repeated, with IGNORED targets. Real text is used as padding
+        because the padding is routed too and competes with the other tokens.
         """
         places = self._order[first:last] * self._context
         rows = np.empty((last - first, self._context + 1), np.int64)
@@ -131,7 +131,7 @@ class _Rows:
         return rows[:, :-1], np.where(beyond, IGNORED, rows[:, 1:])
 
     def _fill(self, row: npt.NDArray[np.int64], place: int) -> None:
-        """Fill the row with the stream's tokens from `place` on, document by document, the first after the last."""
+        """Fill the row with the stream's tokens, starting at `place` and wrapping around at the end."""
         document = int(np.searchsorted(self._starts, place, side="right")) - 1
         filled = 0
         while filled < len(row):
@@ -144,18 +144,18 @@ class _Rows:
 
 
 def rows_per_epoch(tokens: Tokens, context: int) -> int:
-    """Return the number of rows of `context` targets in an epoch; the last one is filled up."""
+    """Return the number of rows of `context` targets in an epoch, a partial last row included."""
     return -(-len(tokens) // context)
 
 
 def shuffled(count: int, *seed: int) -> npt.NDArray[np.int64]:
-    """Return the numbers below `count` in an order drawn from the seed."""
+    """Return the integers below `count` in an order determined by the seed."""
     # NumPy keeps a bit generator's raw output stable across releases, but not its permutations.
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
 
 
 class Whole:
-    """A split in memory, as one block, with the methods of a `Stream`."""
+    """A split in memory, as a single block, with the same methods as `Stream`."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -171,11 +171,11 @@ class Whole:
 
 
 class Stream:
-    """Parts in an order drawn from the seed and the epoch, about BLOCK_BYTES of text per block.
+    """A split whose parts are shuffled by seed and epoch, and grouped into blocks of about BLOCK_BYTES of text.
 
-    threads: how many read and tokenize ahead. group: ranks that share this work, each reading its own parts and sending
-    the tokens to the others when a block starts; None reads everything here. Neither changes a block's contents. A part
-    that one rank cannot read raises ValueError on all ranks.
+    threads: number of threads that read and tokenize ahead. group: ranks that share this work; each rank reads some
+    parts and sends their tokens to the other ranks when a block starts. None reads everything on this rank. Neither
+    changes a block's contents. If one rank cannot read a part, all ranks raise ValueError.
     """
 
     def __init__(
@@ -197,11 +197,11 @@ class Stream:
         self._ahead: dict[tuple[int, int], list[Future[Tokens]]] = {}
 
     def count(self, epoch: int) -> int:
-        """Return the number of blocks in that epoch, the same on every rank."""
+        """Return the number of blocks in an epoch, which is the same on every rank."""
         return len(self._layout(epoch))
 
     def load(self, epoch: int, block: int) -> Tokens:
-        """Return a block; any may be requested, and the next ones in order are prefetched."""
+        """Return any block, and prefetch the blocks that follow it."""
         if (epoch, block) not in self._ahead:
             self._forget()
             self._begin(epoch, block)
@@ -217,7 +217,7 @@ class Stream:
         return join([share for share, _ in shares])
 
     def close(self) -> None:
-        """End the threads; no more blocks may be loaded."""
+        """Stop the threads; no more blocks can be loaded."""
         self._forget()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -240,13 +240,13 @@ class Stream:
             yield epoch, block
 
     def _begin(self, epoch: int, block: int) -> None:
-        """Start the threads on this rank's share of a block, unless they have started."""
+        """Start reading this rank's share of a block, unless that has started already."""
         if (epoch, block) not in self._ahead:
             mine = np.array_split(self._layout(epoch)[block], self._ranks)[self._rank]
             self._ahead[epoch, block] = [self._pool.submit(self._parts.read, int(part)) for part in mine]
 
     def _finish(self, futures: list[Future[Tokens]]) -> tuple[Tokens, str]:
-        """Return the share, and the fault that ended it, empty if there is none."""
+        """Return this rank's share of a block, and an error message that is empty on success."""
         nothing = no_tokens(self._parts.dtype)
         try:
             return join([nothing, *(future.result() for future in futures)]), ""
@@ -260,7 +260,7 @@ class Stream:
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the values of all ranks in rank order; only this one without a group."""
+    """Return the values of all ranks in rank order; without a group, this value alone."""
     if group is None:
         return [value]
     found: list[Any] = [None] * group.size()
@@ -269,15 +269,15 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 class Loader(Iterator[Batch]):
-    """Endless batches of packed documents; documents and the rows of their stream are reshuffled in each epoch.
+    """An endless iterator over batches of packed documents; each epoch reshuffles the documents and their rows.
 
-    tokens: a split in memory, which is one block, or in parts, which `threads` read and tokenize ahead of the batches,
-    about 32 MB of text per block, from parts all over the split.
+    tokens: a split in memory, which is one block, or in parts, which `threads` threads read and tokenize ahead. A block
+    then holds about 32 MB of text, from parts all over the split.
 
     Row r of the global batch of `ranks * batch_size` rows is the block's row `position.row + r`, continuing into the
-    next block and epoch; rank i has rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once per
-    epoch; a block's last row is filled up with its first tokens, which have IGNORED targets. A batch depends only on
-    the position, not on earlier batches, threads or the group. group: as in `Stream`.
+    next block and epoch; rank i gets rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once per
+    epoch. A block's last row is padded with the block's first tokens, whose targets are IGNORED. A batch depends only
+    on the position, not on earlier batches, threads or the group. group: as in `Stream`.
 
     Raises ValueError if the tokens do not fill one row, the position is out of range, or a part is damaged.
     """
@@ -299,7 +299,7 @@ class Loader(Iterator[Batch]):
         assert context > 0
         assert 0 <= rank < ranks
         self.position = position
-        self.targets = 0  # number of targets in the last batch over all ranks, without those IGNORED
+        self.targets = 0  # number of targets in the last batch over all ranks, without IGNORED ones
         self._batch_size = batch_size
         self._context = context
         self._seed = seed
@@ -310,7 +310,7 @@ class Loader(Iterator[Batch]):
         if isinstance(tokens, Tokens):
             if len(tokens) <= context:
                 raise ValueError(
-                    f"context={context} needs at least {context + 1} tokens of text, there are {len(tokens)}: "
+                    f"context={context} needs at least {context + 1} tokens of text, but there are {len(tokens)}: "
                     "give more text or a shorter context"
                 )
             self._blocks = Whole(tokens)
@@ -319,7 +319,7 @@ class Loader(Iterator[Batch]):
             self._blocks = Stream(tokens, seed, threads=threads, group=group)
 
     def seek(self, position: Position) -> None:
-        """Continue at the position. Raises ValueError if the corpus has no such position."""
+        """Continue from a position. Raises ValueError if the corpus has no such position."""
         self._rows_at(position)
         self.position = position
 
@@ -332,7 +332,7 @@ class Loader(Iterator[Batch]):
             rows = self._rows_at(position)
             empty = 0 if len(rows) else empty + 1
             if empty > self._blocks.count(position.epoch):
-                raise ValueError("no document of this corpus is readable: download or write it again")
+                raise ValueError("this corpus contains no readable document: download or create it again")
             taken = min(whole - seen, len(rows) - position.row)
             mine = slice(max(first - seen, 0), min(last - seen, taken))
             if mine.start < mine.stop:
@@ -346,7 +346,7 @@ class Loader(Iterator[Batch]):
         return Batch(*(torch.from_numpy(np.concatenate(parts)) for parts in (tokens, following)))
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._blocks.close()
 
     def _after(self, position: Position, rows_taken: int, rows: _Rows) -> Position:
@@ -370,7 +370,7 @@ class Loader(Iterator[Batch]):
 
 
 def windows(tokens: Tokens, context: int) -> Iterator[Batch]:
-    """Yield rows `(context,)` for validation, in document order; each token but the first is a target once.
+    """Yield validation rows of shape `(context,)` in document order; every token but the first is a target once.
 
     The last window is padded with `IGNORED` targets.
     """

@@ -1,6 +1,6 @@
-"""Public data sets: their addresses, downloads, and their places in the cache folder.
+"""Public data sets: their addresses, their downloads, and where they are in the cache folder.
 
-Files of data sets come from the Hugging Face hub, others from their server; each is put in place only when complete.
+Data sets come from the Hugging Face hub, the CORE bundle from its own server. A file gets its name only when complete.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..install import install
 from .files import SUFFIXES, kind
 
 VARIABLE = "EXPERT_THRESHOLD_CACHE"
-TIMEOUT = 30.0  # seconds without a byte
+TIMEOUT = 30.0  # seconds without receiving a byte
 
 Progress = Callable[[int, int], None]
-"""Receives the bytes present and the total."""
+"""Called with the number of bytes received so far and the total."""
 
 FINEWEB_EDU = "fineweb-edu"
 FINEWEB_EDU_DATASET = "karpathy/fineweb-edu-100b-shuffle"
@@ -35,25 +35,25 @@ FINEWEB_EDU_SHARDS = 1823
 """The number of shards; the last one is the validation split, however many others are downloaded."""
 
 HUB = "hub"
-"""The folder of other data sets of the Hugging Face hub."""
+"""The subfolder for other data sets from the Hugging Face hub."""
 
 CORE = "core"
 CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 CORE_FOLDER = "eval_bundle"
 """The bundle's folder in the archive."""
 MOST_BYTES = 2 << 30
-"""Unpacked, the bundle has a tenth of it; a damaged or hostile archive could fill the disk."""
+"""The most that is unpacked, ten times the bundle's size: a damaged or hostile archive could fill the disk."""
 
 
 def cache_folder() -> Path:
-    """Return the folder in EXPERT_THRESHOLD_CACHE, else expert-threshold in the user's cache.
+    """Return the folder named in EXPERT_THRESHOLD_CACHE, or by default expert-threshold in the user's cache.
 
-    Raises ValueError if it is in a home folder, and there is none.
+    Raises ValueError if the path needs a home folder and there is none.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = expand(os.environ.get(VARIABLE) or f"{caches}/expert-threshold")
     if str(folder).startswith("~"):
-        raise ValueError(f"no home folder for the cache, {folder}: name another cache in {VARIABLE}")
+        raise ValueError(f"there is no home folder for the cache {folder}: name another cache in {VARIABLE}")
     return folder.absolute()
 
 
@@ -64,12 +64,12 @@ def require_writable(folder: Path, remedy: str = f"name another cache in {VARIAB
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"folder {folder} cannot be written ({error.strerror}): {remedy}") from None
+        raise ValueError(f"folder {folder} is not writable ({error.strerror}): {remedy}") from None
     return folder
 
 
 class Remote(NamedTuple):
-    """A file of a data set. The hub knows the SHA-256 of large files, None for small ones."""
+    """A file of a data set. The hub records the SHA-256 of large files only; for small files it is None."""
 
     size: int
     sha256: str | None
@@ -79,16 +79,16 @@ def list_files(dataset: str) -> dict[str, Remote]:
     """Return the files of a data set, by path. Raises ValueError as `download` does."""
     with hub_errors(dataset) as hub:
         entries = hub.HfApi().list_repo_tree(dataset, recursive=True, repo_type="dataset")
-        files = [entry for entry in entries if hasattr(entry, "size")]  # the others are folders
+        files = [entry for entry in entries if hasattr(entry, "size")]  # folders have no size
     return {file.path: Remote(file.size, file.lfs.sha256 if file.lfs else None) for file in files}
 
 
 def download(dataset: str, names: Sequence[str], folder: Path, progress: Progress = lambda done, total: None) -> None:
-    """Download the missing ones of these files of a data set into a folder, and check their SHA-256.
+    """Download the named files of a data set that are missing from a folder, and check their SHA-256.
 
-    Broken connections are resumed. Complete files stay if a later one fails, so that the next call goes on from there.
-    Raises ValueError if the hub is unreachable, refuses a file, or huggingface_hub is missing; OSError if the disk is
-    full.
+    Interrupted downloads are resumed. If a file fails, the ones before it stay, so the next call continues from there.
+    Raises ValueError if the hub is unreachable or refuses a file, or if huggingface_hub is missing, and OSError if the
+    disk is full.
     """
     missing = [name for name in names if not (folder / name).exists()]
     if not missing:
@@ -113,7 +113,7 @@ def download(dataset: str, names: Sequence[str], folder: Path, progress: Progres
 
 
 def _bar(hub: Any, progress: Progress, done: int, total: int) -> type:
-    """Return a progress bar that draws nothing but reports the bytes that arrived after those `done`."""
+    """Return the class of a progress bar that draws nothing and reports `done` plus the bytes received since."""
 
     class Bar(hub.utils.tqdm):
         arrived = 0
@@ -129,7 +129,7 @@ def _bar(hub: Any, progress: Progress, done: int, total: int) -> type:
 
 
 def _check(part: Path, dataset: str, sha256: str | None) -> None:
-    """Remove a file that is not what the hub has. Raises ValueError about it."""
+    """Remove a file whose SHA-256 is not `sha256`, and raise ValueError."""
     if sha256 is None:
         return
     with part.open("rb") as file:
@@ -137,13 +137,13 @@ def _check(part: Path, dataset: str, sha256: str | None) -> None:
     if found != sha256:
         part.unlink()
         raise ValueError(
-            f"{dataset}: {part.name} arrived with sha256 {found[:12]}…, the hub states {sha256[:12]}…; try again"
+            f"{dataset}: {part.name} arrived with sha256 {found[:12]}…, but the hub lists {sha256[:12]}…; try again"
         )
 
 
 @contextmanager
 def hub_errors(name: str, what: str = "downloaded from") -> Iterator[Any]:
-    """Yield huggingface_hub, and turn its errors, which share no base class, into a ValueError."""
+    """Yield huggingface_hub, and convert its errors, which share no base class, to ValueError."""
     try:
         import huggingface_hub as hub
         import huggingface_hub.utils
@@ -156,19 +156,19 @@ def hub_errors(name: str, what: str = "downloaded from") -> Iterator[Any]:
             raise
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(
-            f"{name} cannot be {what} the Hugging Face hub ({reason}): check its name and the network, and try again; "
-            "what is private or asks for consent needs your token in HF_TOKEN"
+            f"{name} cannot be {what} the Hugging Face hub ({reason}): check the name and the network, and try again; "
+            "private and gated repositories need your token in HF_TOKEN"
         ) from error
 
 
 def fetch(url: str, path: Path, progress: Progress = lambda done, total: None) -> None:
-    """Download one file. Raises ValueError if the server is unreachable, refuses it, or ends early."""
+    """Download one file. Raises ValueError if the server is unreachable, refuses the request or sends too little."""
     try:
         with replacing(path) as part, urllib.request.urlopen(url, timeout=TIMEOUT) as response, part.open("wb") as file:
             if url.startswith("https:") and not response.url.startswith("https:"):
                 raise http.client.HTTPException(f"it redirects to {response.url}, which is not https")
             if (size := int(response.headers.get("Content-Length", 0))) == 0:
-                raise http.client.HTTPException("the server does not state its size")
+                raise http.client.HTTPException("the server does not report its size")
             while chunk := response.read(1 << 20):
                 file.write(chunk)
                 progress(file.tell(), size)
@@ -184,20 +184,20 @@ def fetch(url: str, path: Path, progress: Progress = lambda done, total: None) -
 
 
 def fineweb_edu_shards(cache: Path, shards: int) -> list[Path]:
-    """Return the paths of the first `shards` for training and of the one for validation."""
+    """Return the paths of the first `shards` training shards and of the validation shard."""
     numbers = [*range(shards), FINEWEB_EDU_SHARDS - 1]
     return [cache / FINEWEB_EDU / f"shard_{number:05}.parquet" for number in numbers]
 
 
 def fetch_dataset(cache: Path, name: str, pattern: str, progress: Progress) -> Path:
-    """Download the files of text of a data set on the Hugging Face hub whose paths match; return their folder.
+    """Download the text files of a data set on the Hugging Face hub whose paths match; return their folder.
 
-    Parquet is preferred to JSON lines, and these to plain text. Raises ValueError as `download` does.
+    Parquet is preferred to JSON lines, and JSON lines to plain text. Raises ValueError as `download` does.
     """
     matching = [path for path in list_files(name) if fnmatch(path, pattern)]
     names = next((found for suffix in SUFFIXES if (found := [n for n in matching if kind(Path(n)) == suffix])), None)
     if names is None:
-        raise ValueError(f"{name} has no .parquet, .jsonl or .txt file that matches {pattern}; look at its page")
+        raise ValueError(f"{name} has no .parquet, .jsonl or .txt file that matches {pattern}; see its page on the hub")
     folder = require_writable(cache / HUB / name)
     download(name, names, folder, progress)
     return folder
@@ -207,7 +207,7 @@ def fetch_fineweb_edu(cache: Path, shards: int, progress: Progress) -> list[Path
     """Download the missing training shards and the validation split. Raises ValueError as `download` does."""
     if not 1 <= shards < FINEWEB_EDU_SHARDS:
         raise ValueError(
-            f"--shards {shards}: there are {FINEWEB_EDU_SHARDS - 1} for training; give from 1 to that many"
+            f"--shards {shards}: must be from 1 to {FINEWEB_EDU_SHARDS - 1}, the number of training shards; change it"
         )
     paths = fineweb_edu_shards(cache, shards)
     folder = require_writable(cache / FINEWEB_EDU)
@@ -216,7 +216,7 @@ def fetch_fineweb_edu(cache: Path, shards: int, progress: Progress) -> list[Path
 
 
 def downloaded_fineweb_edu() -> list[Path]:
-    """Return the shards in the user's cache, the last one for validation. Raises ValueError if there are none."""
+    """Return the shards in the user's cache; the last one is for validation. Raises ValueError if there are none."""
     folder = cache_folder() / FINEWEB_EDU
     paths = sorted(folder.glob("shard_*.parquet"))
     if len(paths) < 2 or paths[-1] != fineweb_edu_shards(cache_folder(), 1)[-1]:
@@ -228,7 +228,7 @@ def downloaded_fineweb_edu() -> list[Path]:
 
 
 def fetch_core(cache: Path, progress: Progress) -> Path:
-    """Download and unpack the CORE eval bundle, unless it is there. Raises ValueError as `fetch` does."""
+    """Download and unpack the CORE eval bundle unless it is already there. Raises ValueError as `fetch` does."""
     bundle = require_writable(cache) / CORE
     if not bundle.exists():
         archive = cache / Path(CORE_URL).name
@@ -240,7 +240,7 @@ def fetch_core(cache: Path, progress: Progress) -> Path:
 
 
 def core_bundle() -> Path | None:
-    """Return the folder of the eval bundle in the user's cache; None if it was not downloaded."""
+    """Return the folder of the eval bundle in the user's cache, or None if it was not downloaded."""
     with suppress(ValueError):  # no home folder
         if (bundle := cache_folder() / CORE).is_dir():
             return bundle
@@ -248,7 +248,7 @@ def core_bundle() -> Path | None:
 
 
 def unzip(archive: Path, folder: Path, top: str) -> None:
-    """Unpack the archive's folder `top` as `folder`, atomically. Raises ValueError if it is damaged or has no `top`."""
+    """Unpack the archive's folder `top` as `folder`, atomically. Raises ValueError if it is damaged or lacks `top`."""
     try:
         with zipfile.ZipFile(archive) as file, new_folder(folder) as temporary:
             members = [member for member in file.infolist() if member.filename.startswith(f"{top}/")]

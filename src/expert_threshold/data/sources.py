@@ -27,19 +27,19 @@ Reader = Callable[[], Iterator[embedded.Document]]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Options of the data. Embedded, folders of Parquet shards, and folders with files named validation or test have
-    their own validation split; of other text VALIDATION_SHARE of the documents is held out.
+    """Data options. The embedded corpus, folders of Parquet shards, and folders with files named validation or test
+    have a validation split. Of any other text, a fraction VALIDATION_SHARE of the documents is held out.
     """
 
     source: str = option(
         EMBEDDED,
-        "Text to train on: embedded, fineweb-edu or a path. embedded is Python's standard library; et data downloads "
-        "fineweb-edu; a path is a .txt, .jsonl (also as .gz and .zst) or .parquet file, a folder of them, or a folder "
-        "of tokens.",
+        "Text to train on: embedded (Python's standard library), fineweb-edu (after et data has downloaded it), or the "
+        "path of a .txt or .jsonl file (also as .gz or .zst), a .parquet file, a folder of such files, or a folder of "
+        "tokens.",
     )
-    text_field: str = option("text", "Field or column that holds the text, in .jsonl and .parquet.")
+    text_field: str = option("text", "Field or column that holds the text in .jsonl and .parquet files.")
     train_shards: Count | None = option(
-        None, "Number of shards to train on, of fineweb-edu or of a folder of Parquet. Defaults to all."
+        None, "Number of shards to train on, for fineweb-edu or a folder of Parquet files. Defaults to all."
     )
 
     def __post_init__(self) -> None:
@@ -53,12 +53,12 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus. `hash` is the sha256, in hex, of the names, contents and splits of all documents.
+    """Documents in two splits. `hash` is the sha256, in hex, of the names, contents and splits of all documents.
 
-    For shards, which are read on demand, it covers names and footers, and sizes are to the nearest percent. `parts`
-    returns a split's parts for a tokenizer, to be read on demand; None if the corpus fits into memory. `tokenizer` is
-    the one stored beside the text; if `tokenized`, no other fits. `train_shards` is the number of shards for training.
-    `notes` say what was left out or trained on that one might not expect.
+    Shards are read on demand, so their `hash` covers only names and footers, and `sizes` are accurate to about one
+    percent. `parts` returns a split's parts for a tokenizer, to be read on demand; it is None if the corpus fits into
+    memory. `tokenizer` is the one stored with the text; if `tokenized`, no other fits. `train_shards` is the number of
+    training shards. `notes` report what was, unexpectedly, left out or trained on.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Corpus:
     notes: Sequence[str] = ()
 
     def documents(self, split: Split) -> Iterator[str]:
-        """Read the texts of one split, in a fixed order."""
+        """Return an iterator over the texts of one split, in a fixed order."""
         return (text for _, text in self.readers[split]())
 
     def beginning(self, characters: int, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
-        """Yield the first `characters` of the training split, truncating the last document; `progress` receives the
-        number read.
+        """Yield the training split's texts up to `characters` in all, truncating the last text. `progress` receives
+        the number of characters read and the total.
         """
         read, total = 0, min(characters, self.sizes["train"].bytes)
         for text in self.documents("train"):
@@ -108,9 +108,9 @@ def open_source(
     text_field: str = "text",
     train_shards: int | None = None,
 ) -> Corpus:
-    """Return the corpus. Sources other than shards are read once from end to end, so that errors show early.
+    """Return the corpus of a source. Sources other than shards are read through once, so that errors show up early.
 
-    Arguments as in `DataConfig`. Raises ValueError naming the path and the remedy if anything is missing, empty,
+    Arguments: see `DataConfig`. Raises ValueError naming the path and the remedy if anything is missing, empty,
     damaged or not UTF-8.
     """
     config = DataConfig(source, text_field, train_shards)
@@ -121,7 +121,7 @@ def open_source(
     if len(paths) > 1 and files.kind(paths[0]) == ".parquet":
         return _open_shards(config, paths)
     if train_shards is not None:
-        raise ValueError(f"train_shards={train_shards}: {config.source} has no Parquet shards; leave it out")
+        raise ValueError(f"train_shards={train_shards}: {config.source} has no Parquet shards; omit the option")
     if config.source == EMBEDDED:
         train, validation = embedded.documents()
         return make_corpus(
@@ -138,7 +138,7 @@ def open_source(
         if text and text.strip():
             smallest = min(smallest, _hash_share(text))
     if smallest == 1:
-        raise ValueError(f"{config.source} has no documents: put some text into it, or name another file or folder")
+        raise ValueError(f"{config.source} contains no documents: add some text, or name another file or folder")
     bound = max(VALIDATION_SHARE, smallest)  # at least one document goes to validation
 
     def read(split: Split) -> Iterator[embedded.Document]:
@@ -151,15 +151,15 @@ def open_source(
     return make_corpus(
         config.source,
         {"train": lambda: read("train"), "validation": lambda: read("validation")},
-        "give more documents with different texts, as files, lines of .jsonl, rows of .parquet or a .txt above 16 KiB",
+        "add more distinct documents, as files, .jsonl lines, .parquet rows or one .txt file of more than 16 KiB",
         [*notes, *_about_nulls(nulls)],
     )
 
 
 def _split_by_name(root: Path, paths: Sequence[Path]) -> tuple[dict[Split, list[Path]], list[str]]:
-    """Return the files of each split if some, but not all, are named test or validation, and notes about it.
+    """Return the files of each split, if some but not all files are named test or validation, and notes on the choice.
 
-    Files named test are for validation only where no others are.
+    Files named test are used for validation only if none is named validation.
     """
     held_out = files.held_out(root, paths)
     if not held_out:
@@ -179,19 +179,19 @@ def _about_nulls(nulls: int) -> list[str]:
 
 
 def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
-    """Return the corpus of shards; the last is for validation unless names say which, the others for training."""
+    """Return the corpus of shards. The last shard is for validation, unless file names say which ones are."""
     root = expand(config.source) if config.source != FINEWEB_EDU else paths[0].parent
     by_name, notes = _split_by_name(root, paths)
     by_name = by_name or {"train": list(paths[:-1]), "validation": list(paths[-1:])}
     there = len(by_name["train"])
     if (number := config.train_shards or there) > there:
         raise ValueError(
-            f"train_shards={number}: {config.source} has {there} for training; get more, or give at most {there}"
+            f"train_shards={number}: {config.source} has {there} training shards; add more, or give at most {there}"
         )
     train = files.open_shards(by_name["train"][:number], config.text_field)
     validation = files.open_shards(by_name["validation"], config.text_field)
     shards: dict[Split, files.Shards] = {"train": train, "validation": validation}
-    # Shards may lie in a folder of that folder.
+    # Shards may lie in a subfolder.
     beside = next((folder / TOKENIZER for folder in (root, paths[0].parent) if (folder / TOKENIZER).is_file()), None)
     return Corpus(
         config.source,
@@ -210,7 +210,7 @@ def _open_tokens(name: str, folder: Path) -> Corpus:
 
     def with_tokenizer(split: Split, tokenizer: Tokenizer) -> Parts:
         if tokenizer.hash != ours.hash:
-            raise ValueError(f"{name} holds tokens of another tokenizer than this run's: give the text itself")
+            raise ValueError(f"{name} holds tokens of a different tokenizer than this run's: give the text itself")
         return parts[split]
 
     return Corpus(
@@ -237,7 +237,7 @@ def absolute(source: str) -> str:
 
 
 def _rows(root: Path, paths: Sequence[Path], text_field: str) -> Iterator[tuple[str, str | None]]:
-    """Yield texts named by path below `root` and place in the file; a single text file is cut into several."""
+    """Yield texts named by path below `root` and index in the file; a lone text file is cut into sections."""
     for path in paths:
         name = path.name if path == root else path.relative_to(root).as_posix()
         alone = files.kind(path) == ".txt" and len(paths) == 1
@@ -251,7 +251,7 @@ def _hash_share(text: str) -> float:
 
 
 def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str, notes: Sequence[str] = ()) -> Corpus:
-    """Return a corpus, reading all documents once. Raises ValueError, ending with the remedy, if a split is empty."""
+    """Read all documents once and return the corpus. Raises ValueError that ends in the remedy if a split is empty."""
     digest = hashlib.sha256()
     sizes: dict[Split, Size] = {}
     for split, read in readers.items():
@@ -265,7 +265,7 @@ def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str, notes: 
         sizes[split] = Size(documents, total)
     corpus = Corpus(name, digest.hexdigest(), sizes, readers, notes=notes)
     if corpus.bytes == 0:
-        raise ValueError(f"{name} has no documents: {remedy}")
+        raise ValueError(f"{name} contains no documents: {remedy}")
     for split, size in sizes.items():
         if size.documents == 0:
             raise ValueError(f"{name} has no documents left for {split}: {remedy}")

@@ -1,4 +1,4 @@
-"""Tokens on disk: shards tokenized once, with a file for each of their parts."""
+"""Tokens on disk: shards that are tokenized once, with one file per part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTINUE = "remove it and continue with et data tokenize"
 
 @dataclass(frozen=True)
 class TokenParts:
-    """A split of a token folder. bytes: the size of each part's text, as its shard states it."""
+    """A split of a token folder. bytes: the size of each part's text, as recorded in its shard."""
 
     folder: Path
     bytes: Sequence[int]
@@ -29,7 +29,7 @@ class TokenParts:
     def read(self, part: int) -> Tokens:
         path = _path(self.folder, part)
         try:
-            with path.open("rb") as file, np.load(file) as arrays:  # which checks a CRC-32 of each
+            with path.open("rb") as file, np.load(file) as arrays:  # checks the CRC-32 of each array
                 ids, offsets, size = (arrays[name] for name in ("ids", "offsets", "bytes"))
         except Exception as error:  # damage to the archive or to an array can raise almost anything
             if isinstance(error, OSError) and error.errno is not None and path.exists():
@@ -53,10 +53,10 @@ def write_tokens(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Tokenize every part of every split into a folder, without those that it already has.
+    """Tokenize every part of every split into a folder, skipping parts that it already contains.
 
-    about: facts on the text for the manifest. Raises ValueError if the folder holds other text or another tokenizer's
-    tokens, and for a damaged part.
+    about: facts about the text for the manifest. Raises ValueError if the folder holds other text or another
+    tokenizer's tokens, or if a part is damaged.
     """
     manifest = {
         "format": FORMAT,
@@ -73,7 +73,7 @@ def write_tokens(
             raise ValueError(f"--out {folder}: holds other text or another tokenizer's tokens; name another --out")
     elif any(folder.iterdir()):
         raise ValueError(f"--out {folder}: already exists and is not a token folder; name another --out")
-    replace_json(folder / MANIFEST, manifest)  # first, since the folder is continued by it even after a full disk
+    replace_json(folder / MANIFEST, manifest)  # first, so that the folder can be continued even after a full disk
     tokenizer.save(folder / TOKENIZER)
     total, done = sum(sum(parts.bytes) for parts in splits.values()), 0
     for split, parts in splits.items():
@@ -97,11 +97,11 @@ def open_tokens(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Toke
     """Return the manifest, the tokenizer and the splits of a token folder. Raises ValueError if it is not finished."""
     manifest = read_json(folder / MANIFEST)
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ValueError(f"{folder} holds no tokens that this version can read: make them with et data tokenize")
+        raise ValueError(f"{folder} holds no tokens that this version can read: create them with et data tokenize")
     if not manifest["finished"]:
         raise ValueError(f"{folder} is not finished: resume with et data tokenize --out {folder}")
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     if tokenizer.hash != manifest["tokenizer"]:
-        raise ValueError(f"{folder / TOKENIZER} is not the one its tokens were made with: restore it from a copy")
+        raise ValueError(f"{folder / TOKENIZER} is not the tokenizer that made these tokens: restore it from a copy")
     dtype = id_type(tokenizer.vocab_size)
     return manifest, tokenizer, {s: TokenParts(folder / s, sizes, dtype) for s, sizes in manifest["bytes"].items()}

@@ -17,12 +17,12 @@ BOS = "<|bos|>"
 MIN_VOCAB_SIZE = 257
 """Room for all bytes and `BOS`."""
 MAX_VOCAB_SIZE = 2**20
-"""Several times the largest in use. A number with too many digits would be refused only after minutes of merging."""
+"""Several times the largest in use. It refuses a mistyped number at once instead of after minutes of merging."""
 
 # Text is split into pieces, and merges stay inside a piece: contractions; a word with the character before it; up to
-# two digits; punctuation. As in GPT-4's pattern, the last blank before a word belongs to the word. Unlike there, a
-# newline, or punctuation that ends a line, includes the following indentation, since source code is full of both; runs
-# of blanks and punctuation are cut at 64, since the matcher's stack overflows on a million blanks.
+# two digits; punctuation. As in GPT-4's pattern, the last space before a word belongs to the word. Unlike GPT-4's, a
+# newline, or punctuation that ends a line, includes the following indentation, since source code is full of both. Runs
+# of whitespace and punctuation are cut at 64 characters, since the matcher's stack overflows on a million spaces.
 _NEWLINE = r"[\r\n]{1,16}(?:[^\S\r\n]{1,64}(?!\S))?"
 PATTERN = "|".join(
     (
@@ -37,7 +37,7 @@ PATTERN = "|".join(
 )
 
 THREADS = min(8, os.cpu_count() or 1)
-"""Threads that tokenize when nothing else needs the processor."""
+"""The number of tokenizing threads when nothing else needs the processor."""
 
 
 def require_vocab_size(vocab_size: int) -> None:
@@ -51,7 +51,7 @@ def require_vocab_size(vocab_size: int) -> None:
 class Tokenizer:
     """Maps text to ids and back. Ids 0 to 255 are bytes, then merges by rank; `BOS`, which opens documents, is last.
 
-    `tokens` holds the bytes of every id but `BOS`, to which no text encodes: "<|bos|>" in a text is ordinary.
+    `tokens` holds the bytes of every id but `BOS`. No text encodes to `BOS`: "<|bos|>" in a text is ordinary text.
     """
 
     def __init__(self, tokens: Sequence[bytes], pattern: str = PATTERN) -> None:
@@ -67,14 +67,14 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Learn the `vocab_size - 257` most frequent merges; the same texts in any order give the same tokenizer.
 
-        Raises ValueError if `vocab_size` has no room for the bytes, or exceeds what the text supports, or if rustbpe is
-        missing, which nothing else needs.
+        Raises ValueError if `vocab_size` has no room for the bytes or exceeds what the text supports, or if rustbpe,
+        which only this method needs, is missing.
         """
         require_vocab_size(vocab_size)
         try:
             import rustbpe
         except ImportError:
-            raise ValueError("training a tokenizer needs rustbpe, which is missing; pip install rustbpe") from None
+            raise ValueError("training a tokenizer needs rustbpe, which is missing; run pip install rustbpe") from None
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(iter(texts), vocab_size - 1, pattern=PATTERN)
         tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
@@ -91,7 +91,7 @@ class Tokenizer:
 
     @property
     def hash(self) -> str:
-        """The sha256, in hex, which is equal for tokenizers that encode alike."""
+        """A sha256, in hex, that is equal for tokenizers that encode identically."""
         return digest(self._tokens, self._pattern)
 
     @property
@@ -103,7 +103,7 @@ class Tokenizer:
         return self._encoding.encode_ordinary(text)
 
     def encode_array(self, text: str) -> npt.NDArray[np.uint32]:
-        """Encode like `encode`, but release the lock, so that other threads run."""
+        """Encode like `encode`, but release the GIL so that other threads can run."""
         return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -111,7 +111,7 @@ class Tokenizer:
         return self._encoding.encode_ordinary_batch(texts, num_threads=THREADS)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; bytes that are not UTF-8, as of a split character, become U+FFFD."""
+        """Return the text. Invalid UTF-8, such as part of a split character, becomes U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -129,11 +129,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Load a file of `save`, or another byte-level BPE, which gets other ids. Raises ValueError for all others."""
+        """Load a file written by `save` or, with new ids, another byte-level BPE. Raises ValueError for others."""
         try:
             return cls(*from_tokenizer_json(json.loads(Path(path).read_bytes()), BOS))
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{path} is damaged or no tokenizer that text can be encoded with ({error}); restore it from a backup, "
+                f"{path} is damaged or is not a supported tokenizer ({error}); restore it from a backup, "
                 "or train one with et data tokenizer"
             ) from None

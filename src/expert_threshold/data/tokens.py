@@ -18,12 +18,12 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
-"""Ids are uint16 if the vocabulary fits, else uint32."""
+"""Token ids: uint16 if the vocabulary fits, else uint32."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Document d is `ids[offsets[d] : offsets[d + 1]]` and starts with the tokenizer's `bos`.
+    """Tokenized documents. Document d is `ids[offsets[d] : offsets[d + 1]]` and starts with the tokenizer's `bos`.
 
     `ids` has shape (tokens,), `offsets` (documents + 1,); `bytes` is the length of the text in UTF-8.
     """
@@ -41,7 +41,7 @@ class Tokens:
 
 
 class Parts(Protocol):
-    """A split in parts, each readable on its own, in any order, on any thread."""
+    """A split in parts that can each be read independently, in any order and on any thread."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
@@ -49,10 +49,10 @@ class Parts(Protocol):
 
     @property
     def bytes(self) -> Sequence[int]:
-        """The size of each part's text, to the nearest percent."""
+        """The size of each part's text in bytes, to about one percent."""
 
     def read(self, part: int) -> Tokens:
-        """Return a part's tokens. Raises ValueError that names the damage."""
+        """Return a part's tokens. Raises ValueError naming the damage if it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def no_tokens(dtype: np.dtype[np.unsignedinteger[Any]]) -> Tokens:
-    """Return the tokens of no documents."""
+    """Return a `Tokens` without any documents."""
     return Tokens(np.empty(0, dtype), np.zeros(1, np.int64), 0)
 
 
 def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> Tokens:
-    """Return the documents as tokens, encoded on this thread; others keep running, since the GIL is seldom held."""
+    """Return the documents as tokens, encoded on this thread. The GIL is seldom held, so other threads keep running."""
     bos = np.array([tokenizer.bos], np.uint32)
     documents: list[npt.NDArray[np.uint32]] = []
     size = 0
