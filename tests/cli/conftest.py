@@ -31,25 +31,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "corpus.jsonl", TEXT, documents=40, words=200)
 
 
+SIZES = "--vocab-size 270 --batch-size 2 --context 32 --layers 3 --d-model 32 --model.heads 2"
+INTERVALS = "--eval-every 2 --eval-tokens 128 --log-every 1 --checkpoint-every 2"
+
+
 @pytest.fixture(scope="session")
 def small(text: Path) -> Options:
     """Options of a run that takes no time: 3 layers, two of them with experts; validations at steps 2 and 4."""
-    sizes = [
-        "--vocab-size",
-        270,
-        "--batch-size",
-        2,
-        "--context",
-        32,
-        "--layers",
-        3,
-        "--d-model",
-        32,
-        "--model.heads",
-        2,
-    ]
-    intervals = ["--eval-every", 2, "--eval-tokens", 128, "--log-every", 1, "--checkpoint-every", 2]
-    return ["tiny", "--data", text, "--threads", 1, *sizes, *intervals]
+    return ["tiny", "--data", text, "--threads", 1, *SIZES.split(), *INTERVALS.split()]
 
 
 @pytest.fixture(scope="session")

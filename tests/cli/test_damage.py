@@ -119,17 +119,19 @@ def test_a_record_with_something_missing_or_else_in_it(data: st.DataObject, eval
     assert_reported(evaluated, tmp_path / "run", name, written, command)
 
 
-@pytest.mark.parametrize(("place", "value"), [("layer", []), ("expert", {}), ("expert", None)])
-def test_a_dead_expert_without_a_number_is_reported(place: str, value: Any, evaluated: Path, tmp_path: Path) -> None:
+def test_a_dead_expert_without_a_number_is_reported(evaluated: Path, tmp_path: Path) -> None:
     """A list for the layer ended `et train --resume` in a TypeError."""
-    event = {"step": 1, "split": "event", "event": "dead_expert", "layer": 1, "expert": 2, place: value}
-    metrics = (evaluated / "metrics.jsonl").read_bytes() + json.dumps(event).encode() + b"\n"
-    assert_reported(evaluated, tmp_path / "run", "metrics.jsonl", metrics, "resume")
+    whole = (evaluated / "metrics.jsonl").read_bytes()
+    for spoiled in ({"layer": []}, {"expert": {}}, {"expert": None}):
+        event = {"step": 1, "split": "event", "event": "dead_expert", "layer": 1, "expert": 2, **spoiled}
+        assert_reported(
+            evaluated, tmp_path / "run", "metrics.jsonl", whole + json.dumps(event).encode() + b"\n", "resume"
+        )
 
 
-@pytest.mark.parametrize(
-    ("name", "path", "value"),
-    [
+def test_a_damaged_file_is_named_by_export(evaluated: Path, copy: Path, refused: Refused, tmp_path: Path) -> None:
+    export = ["export", copy, "--to", tmp_path / "new"]
+    for name, path, value in (
         ("config.json", "train", []),
         ("config.json", "train.batch_size", "x"),
         ("config.json", "data", []),
@@ -138,21 +140,15 @@ def test_a_dead_expert_without_a_number_is_reported(place: str, value: Any, eval
         ("evaluation.json", "core", {"tasks": {"t": 5}}),
         ("evaluation.json", "validation", 5),
         ("evaluation.json", "validation.loss", "x"),
-    ],
-)
-def test_a_damaged_file_is_named_by_export(
-    name: str, path: str, value: Any, copy: Path, refused: Refused, tmp_path: Path
-) -> None:
-    with edit(copy / name) as record:
-        put(record, path, value)
-    refused(["export", copy, "--to", tmp_path / "new"], str(copy / name))
-
-
-def test_a_damaged_loss_of_training_is_named_by_export(copy: Path, refused: Refused, tmp_path: Path) -> None:
+    ):
+        with edit(copy / name) as record:
+            put(record, path, value)
+        refused(export, str(copy / name))
+        shutil.copy(evaluated / name, copy / name)
     (copy / "evaluation.json").unlink()
     records = [record | {"loss": "x"} for record in lines(copy / "metrics.jsonl") if record["split"] == "validation"]
     write_lines(copy / "metrics.jsonl", records)
-    refused(["export", copy, "--to", tmp_path / "new"], f"{copy / 'metrics.jsonl'}: damaged")
+    refused(export, f"{copy / 'metrics.jsonl'}: damaged")
 
 
 def test_a_damaged_loss_is_named_before_anything_is_drawn(copy: Path) -> None:

@@ -65,23 +65,12 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public, "fetch", lambda url, path, *_: path.write_bytes(content(url)))
 
 
+SIZES = "--vocab-size 270 --batch-size 2 --context 32 --layers 2 --d-model 32 --model.heads 2"
+
+
 @pytest.fixture(scope="module")
 def small() -> Options:
-    sizes = [
-        "--layers",
-        2,
-        "--d-model",
-        32,
-        "--model.heads",
-        2,
-        "--vocab-size",
-        270,
-        "--batch-size",
-        2,
-        "--context",
-        32,
-    ]
-    return ["tiny", *sizes, "--threads", 1, "--eval-tokens", 64]
+    return ["tiny", *SIZES.split(), "--threads", 1, "--eval-tokens", 64]
 
 
 def write_shards(folder: Path) -> Path:
@@ -94,7 +83,7 @@ def write_shards(folder: Path) -> Path:
 
 
 def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
-    world: None, cache: Path, small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: None, cache: Path, small: Options, refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert et("data", "fineweb-edu", "--shards", 2) == 0
     assert "3 shards" in capsys.readouterr().out
@@ -112,6 +101,8 @@ def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
         assert et("train", *small, "--steps", 1, "--data", source, "--out", run) == 0
         losses.append([record["loss"] for record in lines(run / "metrics.jsonl")])
     assert losses[0] == losses[1] != []
+    other = ["train", *small, "--vocab-size", 271, "--data", tmp_path / "tokens", "--out", tmp_path / "other"]
+    refused(other, "vocab_size=271 but ", "of a vocabulary of 270; give --vocab-size 270")
 
 
 def test_more_shards_do_not_change_the_runs_that_began_before(

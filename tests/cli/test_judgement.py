@@ -92,19 +92,6 @@ def test_the_spread_of_few_seeds_is_pooled_over_methods_as_in_an_analysis_of_var
     assert [row.freedom for row in many] == [5, 5, 5]  # six seeds are enough for each method's own spread
 
 
-def test_of_many_equal_methods_the_corrected_verdicts_seldom_find_a_difference() -> None:
-    """Without a correction, a third of comparisons of 10 equal methods found a difference."""
-    random = np.random.default_rng(0)
-    wrong, plain = 0, 0
-    for _ in range(300):
-        losses = random.standard_normal((11, 3)) + random.standard_normal(3)
-        family = (losses[1:] - losses[0]).tolist()
-        wrong += any(row.verdict in ("lower", "higher") for row in corrected(family, 1e-9))
-        plain += any(paired(each, 1e-9).verdict != "open" for each in family)
-    assert wrong / 300 < 0.05 + NormalDist().inv_cdf(0.999) * math.sqrt(0.05 * 0.95 / 300)
-    assert plain > 3 * wrong
-
-
 def test_differences_are_of_the_same_seed() -> None:
     """The seeds' own spread, 1 nat, cancels."""
     losses = {0: 3.0, 1: 4.0, 2: 5.0}
