@@ -265,6 +265,15 @@ def test_a_character_begun_by_the_prompt_starts_at_the_prompt_s_end(parser: Pars
     assert choice.piece(prompt, steps, finished=True)["logprobs"]["text_offset"] == [0, 1, 1, 2]
 
 
+def test_an_opening_token_that_was_asked_for_is_reported_without_a_logprob(
+    parser: Parser, tokenizer: Tokenizer
+) -> None:
+    (choice,) = Answer(parse(parser, prompt=[tokenizer.bos, 97], echo=True, logprobs=2), tokenizer).choices
+    told = choice.piece([step(tokenizer.bos, "", logprob=None), step(97, "a")], [], finished=False)["logprobs"]
+    assert (told["tokens"], told["token_logprobs"]) == (["<|bos|>", "a"], [None, -1.0])
+    assert told["top_logprobs"][0] is None
+
+
 def test_what_is_not_supported_may_be_declined(parser: Parser) -> None:
     """As clients do that send every field they know."""
     options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": False}
