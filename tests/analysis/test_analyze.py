@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from commands import write_lines
 from expert_threshold.analysis import material as material_module
 from expert_threshold.analysis import page
 from expert_threshold.analysis.figures import FIGURES, consistency, cutoffs, load, scores
@@ -23,7 +24,7 @@ from expert_threshold.analysis.results import by_method
 from expert_threshold.cli import main
 from expert_threshold.cli.analyze import named_domains
 from expert_threshold.runs import RunFolder
-from tiny_runs import RUNS, write_lines
+from tiny_runs import RUNS
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -140,10 +139,6 @@ class Page:
     def prefer(self, scheme: str) -> None:
         """light or dark."""
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        image = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(image["data"]))
 
     def complaints(self) -> list[str]:
         """Errors and warnings on the console, and exceptions that nothing caught."""

@@ -1,6 +1,6 @@
 """Takes the rule `min_p` of another distribution through commands, in one process: FOLDER STEP…
 
-Those from `resume` to `lm_eval`, and of the analysis, are of the run that `train` makes. Each step that passes prints
+Those after `train` are of the run that it makes. Each step that passes prints
 its name.
 """
 
@@ -14,13 +14,10 @@ import re
 import subprocess
 import sys
 import textwrap
-import threading
-import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from socket import socket
 from typing import Any
 from unittest import mock
 
@@ -178,44 +175,26 @@ def generate() -> None:
 
 
 def serve() -> None:
-    """Serve from a thread; tests/serve tests the server as a process."""
+    """Without a socket; tests/serve tests the server as a process."""
+    from starlette.testclient import TestClient
+
     from expert_threshold.serve import connections
-    from served import Running
 
-    running: list[tuple[Running, threading.Thread]] = []
-
-    def start(app: Any, sockets: list[socket]) -> None:
-        kept = [each.dup() for each in sockets]  # the command closes its own
-        running.append((ours := Running(app), threading.Thread(target=ours.run, args=(kept,))))
-        running[0][1].start()
-        assert ours.listening.wait(60)
-
-    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(running[0][0].url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.read().decode()
-
-    try:
-        with mock.patch.object(connections, "run_server", start):
-            et(f"serve {RUN} --port 0 --threads 1")
-        assert ask("/health")
-        (run,) = json.loads(ask("/explorer/runs"))["runs"]
+    with mock.patch.object(connections, "run_server") as run_server:
+        et(f"serve {RUN} --port 0 --threads 1")
+    with TestClient(run_server.call_args.args[0], base_url="http://127.0.0.1") as client:
+        (run,) = client.get("/explorer/runs").json()["runs"]
         assert (run["rule"], run["experts"], run["experts_per_token"], run["dial"]) == ("min_p", 4, 1.5, None)
         fields = {"model": "run", "prompt": "the", "max_tokens": 6, "temperature": 0}
-        served = json.loads(ask("/v1/completions", fields))["choices"][0]["text"]
+        served = client.post("/v1/completions", json=fields).json()["choices"][0]["text"]
         alone = et(f"generate {RUN} --prompt the --max-tokens 6 --temperature 0").removesuffix("\n")
         assert alone == "the" + served, (alone, served)
-        read = ask("/explorer/read", {"run": "run", "text": "the cat", "max_tokens": 2})
+        read = client.post("/explorer/read", json={"run": "run", "text": "the cat", "max_tokens": 2}).text
         events = [json.loads(line.removeprefix("data: ")) for line in read.splitlines() if line]
         assert events[-1] == {"done": True}, events[-1]
         layer = events[1]["tokens"][0]["layers"][0]
         assert len(layer["scores"]) == 4, layer
         assert 0 < sum(layer["gates"]) <= 1.00001, layer
-    finally:
-        for ours, thread in running:
-            ours.should_exit = True
-            thread.join(60)
 
 
 def export_and_import() -> None:
@@ -264,70 +243,17 @@ def transformers() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def lm_eval() -> None:
-    """A task of two choices, read from files alone, through lm-evaluation-harness."""
-    folder = FOLDER / "tasks"
-    folder.mkdir()
-    rows = [{"question": f"the cat {i}", "choices": ["sat on", "the mat"], "gold": i % 2} for i in range(4)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "choices.yaml").write_text(
-        textwrap.dedent(
-            f"""
-            task: choices
-            dataset_path: json
-            dataset_kwargs:
-              data_files: {{test: "{folder / "rows.jsonl"}"}}
-              cache_dir: "{FOLDER / "cache"}"
-            test_split: test
-            output_type: multiple_choice
-            doc_to_text: "{{{{question}}}}"
-            doc_to_choice: "{{{{choices}}}}"
-            doc_to_target: "{{{{gold}}}}"
-            metric_list:
-              - metric: acc
-            """
-        )
-    )
-    et(f"evaluate {RUN} --no-validation --harness choices --harness-path {folder} --dtype float32")
-    accuracy = json.loads((RUN / "evaluation.json").read_text())["harness"]["choices"]["acc"]["value"]
-    assert accuracy in (0, 0.25, 0.5, 0.75, 1)
-
-
-def ranks() -> None:
-    """Two ranks, over which experts and everything else are split, compute what one does."""
-    alone = FOLDER / "alone"
-    et(f"train {MIN_P} --steps 2 --log-every 1 --out {alone}")
-    expected = [record["loss"] for record in metrics(alone, "train")]
-    et(
-        f"train {MIN_P} --steps 2 --log-every 1 --nproc 2 --train.expert-parallel 2 --train.shard "
-        f"--out {FOLDER / 'split'}"
-    )
-    losses = [record["loss"] for record in metrics(FOLDER / "split", "train")]
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-4)
-    assert metrics(FOLDER / "split", "train")[-1]["layers"]["1"]["p"] > 0
-
-
-def compiled() -> None:
-    told = et(f"train {MIN_P} --steps 2 --compile on --out {FOLDER / 'compiled'}")
-    assert "compil" in told, told
-    assert RunFolder.open(FOLDER / "compiled").config["compiled"], told
-
-
-def analyze(figures: str = "--figures loss_by_method,load_balance,fanout_by_loss") -> None:
-    out = FOLDER / "analysis"
-    et(f"analyze {RUN} --tokens 200 --out {out} {figures}")
+def analyze() -> None:
+    out, figures = FOLDER / "analysis", "loss_by_method,load_balance,fanout_by_loss"
+    et(f"analyze {RUN} --tokens 200 --out {out} --figures {figures}")
     text = re.sub(r"<svg.*?</svg>|<style.*?</style>|<[^>]*>", " ", (out / "report.html").read_text(), flags=re.DOTALL)
     assert "min-p" in text
     assert "dense" not in text, re.findall(r".{80}dense.{80}", text)
 
 
-def analyze_all() -> None:
-    analyze("")
-
-
 STEPS: list[Callable[[], None]] = [
     plan, help_and_nonsense, train, resume, begin_from, compare, sweep, evaluate, calibrate, generate, serve,
-    export_and_import, transformers, lm_eval, ranks, compiled, analyze, analyze_all,
+    export_and_import, transformers, analyze,
 ]  # fmt: skip
 
 if __name__ == "__main__":
@@ -335,7 +261,6 @@ if __name__ == "__main__":
     write_text(CORPUS)
     for each in STEPS:
         if each.__name__ in sys.argv[2:]:
-            analysis = each in (analyze, analyze_all)
-            with contextlib.nullcontext() if analysis else mock.patch.object(page, "_figure", return_value=""):
+            with contextlib.nullcontext() if each is analyze else mock.patch.object(page, "_figure", return_value=""):
                 each()
             print(each.__name__, flush=True)

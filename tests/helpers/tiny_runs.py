@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from commands import write_lines
 from expert_threshold.data import DataConfig
 from expert_threshold.model import GPTConfig
 from expert_threshold.optim import OptimConfig
@@ -36,11 +36,6 @@ RUNS: dict[str, tuple[Rule | None, dict[str, Any], int, str]] = {
     ),
 }
 SAMPLE = "--- <script>alert('&amp;')</script>\x00\x0c after http://example.org\n"
-
-
-def write_lines(path: Path, records: list[dict[str, str]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def make_runs(folder: Path) -> Path:
