@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from expert_threshold.data import public
-from expert_threshold.data.public import VARIABLE, cache_folder, download, fetch, require_writable
+from expert_threshold.data.public import VARIABLE, cache_folder, download, fetch
 from hub import Handler, Server, hub_server, point_at
 
 hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub: pip install -e '.[hub]'")
@@ -233,9 +233,3 @@ def test_the_cache_folder_is_the_environments_or_the_users(monkeypatch: pytest.M
     assert cache_folder() == Path("/tmp/cache/expert-threshold")
     monkeypatch.setenv(VARIABLE, "~/mine")
     assert cache_folder() == Path("/home/me/mine")
-
-
-def test_a_cache_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"is not writable \(.*\): name another cache in EXPERT_"):
-        require_writable(tmp_path / "file" / "folder")

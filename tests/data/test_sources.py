@@ -376,25 +376,26 @@ def test_a_wrong_jsonl_line_is_refused_with_its_number(line: str, problem: str, 
 
 
 def test_a_parquet_file_without_the_column_is_refused_with_the_columns_it_has(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
+    path = tmp_path / "b.parquet"
     write_parquet(path, TEXTS, field="body")
     assert_refused(f"{path} has no column text_field='text': its columns are: id, body", path)
     assert_refused(f"{path}, column text_field='id' holds int64: name", path, text_field="id")
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    assert_refused(f"{path} has no column text_field='text'", tmp_path)
 
 
-def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
+def test_a_damaged_parquet_file_is_refused_alone_and_among_others(tmp_path: Path) -> None:
+    path = tmp_path / "shards" / "a.parquet"
+    path.parent.mkdir()
     write_parquet(path, TEXTS)
     data = path.read_bytes()
-    damaged = {
-        "cut": data[: len(data) // 2],
-        "zeroed pages": data[:8] + bytes(len(data) // 2) + data[8 + len(data) // 2 :],
-        "empty": b"",
-        "foreign": b"not a Parquet file at all",
-    }
-    for content in damaged.values():
+    write_parquet(path.with_name("b.parquet"), TEXTS)
+    for content in (data[: len(data) // 2], b"", b"not a Parquet file at all"):
         path.write_bytes(content)
-        assert_refused(f"{path} is damaged or not a Parquet file (", path)
+        for source in (path, path.parent):
+            assert_refused(f"{path} is damaged or not a Parquet file (", source)
+    path.write_bytes(data[:8] + bytes(len(data) // 2) + data[8 + len(data) // 2 :])  # pages of zeros
+    assert_refused(f"{path} is damaged or not a Parquet file (", path)
 
 
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.binary()], ids=str)

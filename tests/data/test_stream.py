@@ -262,41 +262,6 @@ def test_packing_stops_once_there_is_enough(tmp_path: Path, tokenizer: Tokenizer
     assert texts == list(corpus.documents("validation")) == TEXTS[180:]
 
 
-def test_a_tokenizer_beside_the_shards_is_used(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    folder = write_shards(tmp_path / "shards")
-    assert open_source(str(folder)).tokenizer is None
-    tokenizer.save(folder / "tokenizer.json")
-    found = open_source(str(folder)).tokenizer
-    assert found is not None
-    assert found.hash == tokenizer.hash
-
-
-def damage(folder: Path) -> dict[str, Path]:
-    """Four shards that each lack something, and one with a row group that is not what it was."""
-    for name in ("a_cut", "b_foreign"):
-        (folder / f"{name}.parquet").write_bytes((folder / "shard_0.parquet").read_bytes()[:500])
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), folder / "c_empty.parquet"
-    )
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), folder / "d_column.parquet")
-    path = folder / "shard_1.parquet"
-    data = bytearray(path.read_bytes())
-    data[10:40] = bytes(30)  # the first page's header
-    path.write_bytes(data)
-    return {name: folder / f"{name}.parquet" for name in ("a_cut", "b_foreign", "c_empty", "d_column", "shard_1")}
-
-
-def test_damaged_shards_are_named_in_one_line(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "shards")
-    bad = damage(folder)
-    reasons = ["is damaged or not a Parquet file"] * 2 + ["contains no documents", "has no column"]
-    for path, reason in zip(bad.values(), reasons, strict=False):
-        with pytest.raises(ValueError, match=rf"^{path} {reason}"):
-            open_source(str(folder))
-        path.unlink()
-    open_source(str(folder))
-
-
 def test_fineweb_edu_opens_the_downloaded_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERT_THRESHOLD_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"fineweb-edu is not in .*: download it with et data fineweb-edu --shards N"):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import RULES
 from expert_threshold.model import GPT, GPTConfig
-from expert_threshold.moe import MoE, follow
+from expert_threshold.moe import Follower, MoE, follow
 from expert_threshold.optim import AdamW, Muon
 from expert_threshold.routing import ExpertThreshold, Observation, Rule, TokenChoice
 from ranks import run_on_ranks
@@ -50,6 +50,21 @@ class Foreign(nn.Module):
 
 def batches(count: int) -> list[Tensor]:
     return list(torch.randn(count, 2, 8, 8, generator=torch.Generator().manual_seed(1)))
+
+
+X = batches(1)[0]
+Followed = tuple[Foreign, torch.optim.SGD, Follower]
+
+
+def followed(rule: Rule = ROUTED[0]) -> Followed:
+    """A model with a rule that is followed, and its optimizer."""
+    model = Foreign(rule)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, optimizer, follow(model, optimizer)
+
+
+def tokens_seen(follower: Follower) -> list[int]:
+    return [int(seen.tokens) for seen in follower.observations.values()]
 
 
 def assert_all_equal(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -93,7 +108,7 @@ def test_recomputation_under_activation_checkpointing_counts_once(rule: Rule, us
         for x in batches(3):
             optimizer.zero_grad()
             model(x).square().mean().backward()
-            assert [int(seen.tokens) for seen in follower.observations.values()] == [16, 16]
+            assert tokens_seen(follower) == [16, 16]
             optimizer.step()
     for found, expected in zip(checkpointed.states(), plain.states(), strict=True):
         torch.testing.assert_close(found, expected)
@@ -152,24 +167,24 @@ def test_a_forward_that_took_part_in_no_step_changes_no_rule(skipped: str, facto
 
 
 def test_a_graph_that_is_kept_for_two_backwards_counts_once() -> None:
-    model = Foreign(ROUTED[0])
-    follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))
-    y = model(batches(1)[0])
+    model, _, follower = followed()
+    y = model(X)
     y.mean().backward(retain_graph=True)
     y.square().mean().backward()
-    assert [int(seen.tokens) for seen in follower.observations.values()] == [16, 16]
+    assert tokens_seen(follower) == [16, 16]
 
 
-def test_a_step_without_the_gradient_of_one_parameter_counts() -> None:
+def test_a_step_without_the_gradient_of_one_parameter_counts_and_one_that_saw_nothing_moves_nothing() -> None:
     """As in loops that keep a layer fixed for some steps by setting its gradients to None."""
-    model = Foreign(ROUTED[0])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    follow(model, optimizer)
-    before = [state.clone() for state in model.states()]
-    model(batches(1)[0]).square().mean().backward()
+    model, optimizer, _ = followed()
+    before = model.states()
+    model(X).square().mean().backward()
     next(model.parameters()).grad = None
     optimizer.step()
-    assert any(not torch.equal(old, new) for old, new in zip(before, model.states(), strict=True))
+    after = model.states()
+    assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    optimizer.step()
+    assert_all_equal(model.states(), after)
 
 
 @pytest.mark.parametrize("trained", ["experts", "head"])
@@ -180,8 +195,8 @@ def test_layers_below_all_that_trains_count_too(trained: str, use_reentrant: boo
     (model[1] if trained == "head" else model[0].layers[0].experts).requires_grad_(True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     follower = follow(model, optimizer)
-    model(batches(1)[0]).mean().backward()
-    assert [int(seen.tokens) for seen in follower.observations.values()] == [16, 16]
+    model(X).mean().backward()
+    assert tokens_seen(follower) == [16, 16]
 
 
 @pytest.mark.parametrize("again", ["the same optimizer", "another optimizer"])
@@ -193,8 +208,8 @@ def test_a_model_followed_again_is_followed_once(again: str) -> None:
         if model is twice:
             follow(model, optimizers[1 if again == "the same optimizer" else 0])
         follower = follow(model, optimizers[1])
-        model(batches(1)[0]).mean().backward()
-        assert [int(seen.tokens) for seen in follower.observations.values()] == [16, 16]
+        model(X).mean().backward()
+        assert tokens_seen(follower) == [16, 16]
         for optimizer in optimizers:
             optimizer.step()
     assert_all_equal(once.states(), twice.states())
@@ -211,7 +226,7 @@ def test_wrapped_optimizers_are_followed_and_others_refused() -> None:
     model = Foreign(ROUTED[0])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     follow(model, Wrapper(Wrapper(optimizer)))
-    model(batches(1)[0]).mean().backward()
+    model(X).mean().backward()
     before = model.states()
     optimizer.step()
     assert any(not torch.equal(a, b) for a, b in zip(model.states(), before, strict=True))
@@ -222,24 +237,12 @@ def test_wrapped_optimizers_are_followed_and_others_refused() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_a_followed_model_is_not_followed(copied: Callable[[nn.Module], nn.Module]) -> None:
-    model = Foreign(ROUTED[0])
-    follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, _, follower = followed()
     twin = copied(model)
-    twin(batches(1)[0]).mean().backward()
+    twin(X).mean().backward()
     assert not follower.observations
-    model(batches(1)[0]).mean().backward()
+    model(X).mean().backward()
     assert_all_equal(gradients(twin), gradients(model))
-
-
-def test_a_step_that_saw_nothing_moves_nothing() -> None:
-    model = Foreign(ROUTED[0])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    follow(model, optimizer)
-    model(batches(1)[0]).sum().backward()
-    optimizer.step()
-    states = model.states()
-    optimizer.step()
-    assert_all_equal(model.states(), states)
 
 
 WITH_LOSSES: list[tuple[Rule, float | None]] = [
@@ -313,7 +316,7 @@ def test_losses_reach_the_router_where_no_token_goes_to_an_expert(dispatch: str)
     follow(moe, torch.optim.SGD(moe.parameters(), 0.1))
     moe.router.state_mean.fill_(1e9)
     moe.router.state_weight.fill_(1)
-    x = batches(1)[0].requires_grad_()
+    x = X.requires_grad_()
     y, observation = moe(x)
     assert int(observation.load.sum()) == 0
     y.sum().backward()
@@ -342,13 +345,11 @@ def test_accumulation_without_a_scale_of_losses_warns_once() -> None:
 @pytest.mark.parametrize("first", ["train", "eval"])
 def test_a_loop_in_evaluation_mode_warns(first: str) -> None:
     """Rules stopped silently where a loop called `eval()` for a validation and `train()` never again."""
-    model = Foreign(ROUTED[0])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    follow(model, optimizer)
+    model, optimizer, _ = followed()
     if first == "train":
-        model(batches(1)[0]).mean().backward()
+        model(X).mean().backward()
         optimizer.step()
-    model.eval()(batches(1)[0]).mean().backward()
+    model.eval()(X).mean().backward()
     with pytest.warns(UserWarning, match=r"call model.train\(\)"):
         optimizer.step()
     if first == "eval":
@@ -361,18 +362,18 @@ def test_scores_that_are_not_finite_move_no_rule_and_are_reported(rule: Rule, va
     model = Foreign(rule)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)  # which makes no weight NaN
     follow(model, optimizer)
-    model(batches(1)[0]).mean().backward()
+    model(X).mean().backward()
     optimizer.step()
     before = model.states()
     row = model.layers[1].router.weight.data[2]
     whole = row.clone()
     row[0] = value
-    model(batches(1)[0]).mean().backward()
+    model(X).mean().backward()
     with pytest.warns(UserWarning, match=r"scores of expert 2 in layers\.1\.router are not finite; this step moved no"):
         optimizer.step()
     assert_all_equal(model.states(), before)
     row.copy_(whole)
-    model(batches(1)[0]).mean().backward()
+    model(X).mean().backward()
     optimizer.step()
     with pytest.raises(AssertionError):
         assert_all_equal(model.states(), before)
@@ -391,7 +392,7 @@ def test_a_compiled_model_is_followed_too() -> None:
             optimizer.zero_grad()
             for x in (first, second):
                 (forward(x).square().mean() / 2).backward()
-            assert [int(seen.tokens) for seen in follower.observations.values()] == [32, 32]
+            assert tokens_seen(follower) == [32, 32]
             optimizer.step()
     for found, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected)
@@ -402,7 +403,7 @@ def test_a_compiled_model_is_followed_too() -> None:
 def test_a_frozen_router_has_losses_without_gradient() -> None:
     model = Foreign(TokenChoice(4, 1, balance="aux")).requires_grad_(False)
     follower = follow(model, torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1))
-    model(batches(1)[0])
+    model(X)
     assert float(follower.loss()) > 0
 
 
@@ -410,27 +411,24 @@ def test_a_layer_used_twice_in_one_forward_is_observed_twice_and_is_no_accumulat
     moe = MoE(8, 12, ROUTED[0], z_loss=0.01)
     optimizer = torch.optim.SGD(moe.parameters(), 0.1)
     follower = follow(moe, optimizer)
-    moe(moe(batches(1)[0])[0])[0].mean().backward()
+    moe(moe(X)[0])[0].mean().backward()
     assert int(follower.observations[moe.router].tokens) == 32
     optimizer.step()
 
 
 def test_after_remove_nothing_is_seen_and_nothing_moves() -> None:
-    model = Foreign(ROUTED[0])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    follower = follow(model, optimizer)
-    model(batches(1)[0]).sum().backward()
+    model, optimizer, follower = followed()
+    model(X).sum().backward()
     follower.remove()
     states = model.states()
-    model(batches(1)[0])
+    model(X)
     optimizer.step()
     assert_all_equal(model.states(), states)
 
 
 def test_follow_uses_the_given_group_or_the_default_group_once_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Trainer` of transformers may join them after `follow`."""
-    model = Foreign(ROUTED[0])
-    follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))
+    *_, follower = followed()
     assert follower.group is None
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert follower.group is torch.distributed.group.WORLD

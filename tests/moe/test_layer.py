@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cases import TRAINED
 from created import created_by
-from expert_threshold.moe import FeedForward, MoE
+from expert_threshold.moe import MoE
 from expert_threshold.moe.router import _Scores, exact_parts
 from expert_threshold.routing import RULES as NAMED
 from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
@@ -213,14 +213,6 @@ def test_under_autocast_experts_compute_in_its_dtype_as_linear_layers_do_and_sco
     assert under.dtype == torch.bfloat16
     assert torch.equal(under, expected)
     assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (under, expected)))
-
-
-@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
-def test_under_autocast_a_feed_forward_computes_in_its_dtype(activation: Any) -> None:
-    feed_forward, x = FeedForward(8, 12, activation), torch.randn(3, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        under = feed_forward(x)
-    assert torch.equal(under, feed_forward(x.bfloat16()))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what the compiler does itself

@@ -28,8 +28,6 @@ from expert_threshold.routing import (
     TokenChoice,
     TopP,
     cutoff,
-    rule_from_dict,
-    rule_name,
     rule_to_dict,
 )
 from expert_threshold.testing import BATCH, PROPERTIES, TIME, check_ranks, make_scores, trained
@@ -206,12 +204,6 @@ def test_only_what_balances_by_a_loss_has_one_and_in_training_alone(rule: Rule, 
 # Purity, state and records
 
 
-def test_no_rule_is_dense() -> None:
-    assert rule_to_dict(None) == {"name": "dense"}
-    assert rule_from_dict({"name": "dense"}) is None
-    assert rule_name(None) == "dense"
-
-
 # Observations
 
 
@@ -361,20 +353,3 @@ def test_numbers_of_numpy_are_stored_as_python_s() -> None:
     assert rule == ExpertChoice(EXPERTS, 1, pool=8, decay=0.5)
     assert {type(rule.num_experts), type(rule.experts_per_token), type(rule.pool)} == {int}
     assert type(rule.decay) is float
-
-
-@pytest.mark.parametrize(
-    ("record", "facts"),
-    [
-        ({"name": "random"}, ["rule='random'", *RULES]),
-        ({}, ["rule=None"]),
-        ({"name": ["x"]}, ["rule=['x']"]),
-        ({"name": "token_choice", "pool": "batch"}, ["pool", "token_choice", "expert_choice"]),
-        ({"name": "dense", "decay": 0.9}, ["decay", "dense", "expert_choice"]),
-        ({"name": "expert_choice", "decay": 2}, ["decay=2"]),
-    ],
-)
-def test_an_unknown_rule_or_option_is_refused_with_those_there_are(record: dict[str, Any], facts: list[str]) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011  compared below
-        rule_from_dict(record)
-    assert all(fact in str(error.value) for fact in facts)

@@ -28,36 +28,32 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "failure", lambda device: "no g++")
 
 
-def test_a_long_run_of_one_process_is_compiled(compiler: None) -> None:
-    assert pick_compile(GPTConfig(), LONG, CPU, ranks=1, say=print)
-
-
-def test_what_does_not_pay_or_work_is_not(compiler: None) -> None:
-    assert not pick_compile(GPTConfig(), LONG, CPU, ranks=2, say=print)
-    assert not pick_compile(GPTConfig(), LONG, torch.device("mps"), ranks=1, say=print)
-    assert not pick_compile(GPTConfig.preset("tiny"), TrainConfig(steps=10), CPU, ranks=1, say=print)
-    assert not pick_compile(GPTConfig(), TrainConfig(steps=100_000, compile="off"), CPU, ranks=1, say=print)
-
-
-def test_without_a_compiler_auto_goes_on_without_and_on_says_so(no_compiler: None) -> None:
-    assert not pick_compile(GPTConfig(), LONG, CPU, ranks=1, say=print)
-    with pytest.raises(
-        ValueError, match=r"compile='on' does not work on this machine \(no g\+\+\); give --compile off"
-    ):
-        pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=1, say=print)
-
-
-def test_where_nothing_compiles_minutes_say_so_too(
-    no_compiler: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("config", "train", "device", "ranks", "compiles"),
+    [
+        (GPTConfig(), LONG, "cpu", 1, True),
+        (GPTConfig(), LONG, "cpu", 2, False),
+        (GPTConfig(), LONG, "mps", 1, False),
+        (GPTConfig.preset("tiny"), TrainConfig(steps=10), "cpu", 1, False),
+        (GPTConfig(), TrainConfig(steps=100_000, compile="off"), "cpu", 1, False),
+    ],
+)
+def test_a_long_run_of_one_process_is_compiled_and_what_does_not_pay_or_work_is_not(
+    config: GPTConfig, train: TrainConfig, device: str, ranks: int, compiles: bool, compiler: None
 ) -> None:
-    out = str(tmp_path / "run")
-    assert main(["train", "tiny", "--minutes", "0.1", "--compile", "on", "--out", out]) == 2
-    assert "compile='on' does not work on this machine (no g++); give --compile off" in capsys.readouterr().err
-
-
-def test_several_ranks_are_refused(compiler: None) -> None:
+    assert pick_compile(config, train, torch.device(device), ranks=ranks, say=print) == compiles
     with pytest.raises(ValueError, match="only runs of one process"):
         pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=2, say=print)
+
+
+def test_without_a_compiler_auto_goes_on_without_and_on_says_so(
+    no_compiler: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert not pick_compile(GPTConfig(), LONG, CPU, ranks=1, say=print)
+    arguments = ["train", "tiny", "--compile", "on", "--out", str(tmp_path / "run")]
+    for more in ([], ["--minutes", "0.1"]):
+        assert main([*arguments, *more]) == 2
+        assert "compile='on' does not work on this machine (no g++); give --compile off" in capsys.readouterr().err
 
 
 def test_a_compiled_model_trains(compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path) -> None:

@@ -1,4 +1,4 @@
-"""Training on shards, which stream, and on tokens made of them."""
+"""Training on shards, which stream."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from expert_threshold.data import Tokenizer, loader, open_source
-from expert_threshold.data.token_files import write_tokens
+from expert_threshold.data import Tokenizer, loader
 from expert_threshold.runs import RunFolder
 
-from .conftest import Start, tiny
+from .conftest import Start
 
 TEXTS = [f"Shard text {number}: " + "the model reads and learns. " * (number % 5 + 1) for number in range(120)]
 
@@ -47,23 +46,6 @@ def test_a_run_on_shards_that_was_resumed_equals_one_that_never_stopped(start: S
     assert weights(tmp_path / "halves") == weights(tmp_path / "whole")
     position = RunFolder.open(tmp_path / "whole").load_checkpoint(4).state["position"]
     assert position["block"] > 0
-
-
-def test_a_run_on_tokens_is_the_run_on_their_shards(start: Start, tmp_path: Path, corpus: Path) -> None:
-    start("text")
-    tokenizer = RunFolder.open(tmp_path / "text").tokenizer()
-    text = open_source(str(corpus))
-    assert text.parts is not None
-    write_tokens(
-        tmp_path / "tokens",
-        {split: text.parts(split, tokenizer) for split in text.sizes},
-        tokenizer,
-        {"corpus": text.hash, "sizes": {split: list(size) for split, size in text.sizes.items()}},
-    )
-    start("run", source=str(tmp_path / "tokens"))
-    assert weights(tmp_path / "run") == weights(tmp_path / "text")
-    with pytest.raises(ValueError, match=r"^vocab_size=299 but .* of a vocabulary of 300; give --vocab-size 300$"):
-        start("other", model=tiny(vocab_size=299), source=str(tmp_path / "tokens"))
 
 
 def test_the_tokenizer_beside_the_shards_is_used_if_it_is_of_the_models_size(

@@ -184,16 +184,6 @@ def test_an_observation_that_is_not_finite_changes_nothing(
     assert all(value.isfinite().all() for value in interval.means.values())
 
 
-@pytest.mark.parametrize("rule", TRAINED.values(), ids=TRAINED)
-def test_activation_checkpointing_changes_neither_weights_nor_rules(rule: Rule | None) -> None:
-    plain, recomputed = make_state(rule, accumulation=2), make_state(rule, accumulation=2)
-    recomputed.model.activation_checkpointing = True
-    for state in (plain, recomputed):
-        for _ in range(3):
-            train_step(state)
-    assert_same_bytes(everything(plain), everything(recomputed))
-
-
 @pytest.mark.parametrize("rule", [None, RULES["expert_threshold"]], ids=str)
 def test_nothing_piles_up_between_steps(rule: Rule | None) -> None:
     state = make_state(rule, accumulation=2)
