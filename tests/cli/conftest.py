@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import et, write_text
+from cases import RULES, et, small_model, write_run, write_text
 from commands import Options
 
 TEXT = "the cat sat on a mat and saw another cat by the old river where all the other cats lived "
@@ -55,3 +55,13 @@ def run(small: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(run: Path, tmp_path: Path) -> Path:
     """A copy of the run, to be changed."""
     return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of each of some rules, by its name, and their text. No test may change them."""
+    folder = tmp_path_factory.mktemp("made")
+    text = write_text(folder / "corpus.jsonl")
+    for name in ("dense", "token_choice", "expert_choice", "expert_threshold"):
+        write_run(folder / name, small_model(RULES[name]), text=text)
+    return folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import RULES, et, small_model, write_run, write_text
+from cases import et
 from commands import Refused, read
 from expert_threshold.cli import rates
 from expert_threshold.data import open_source, pack
@@ -18,16 +18,6 @@ from expert_threshold.evaluation import Point, evaluate
 from expert_threshold.model import flops_per_token, parameter_counts
 from expert_threshold.routing import ExpertChoice
 from expert_threshold.runs import RunFolder, load_model
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each rule, by its name. No test may change them."""
-    folder = tmp_path_factory.mktemp("made")
-    text = write_text(folder / "corpus.jsonl")
-    for name in ("dense", "token_choice", "expert_choice", "expert_threshold"):
-        write_run(folder / name, small_model(RULES[name]), text=text)
-    return folder
 
 
 @pytest.fixture

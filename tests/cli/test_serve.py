@@ -20,7 +20,6 @@ pytest.importorskip("uvicorn", reason="the server's packages are not installed: 
 from cases import RULES, et, small_model, write_run
 from commands import Refused
 from expert_threshold.cli import generate as command
-from expert_threshold.cli.serve import is_local
 from expert_threshold.generate.engine import generate
 from expert_threshold.install import install
 from expert_threshold.serve.explorer import STATIC
@@ -68,11 +67,6 @@ def test_a_host_that_is_allowed_already_is_named_once(path: Path) -> None:
     with mock.patch("expert_threshold.serve.server.create_app", lambda *_, **options: seen.update(options)):
         app_of(path, "--public-host", "Lab.example")
     assert list(seen["hosts"]) == ["127.0.0.1", "localhost", "::1", "lab.example"]
-
-
-def test_only_a_loopback_address_is_local() -> None:
-    assert all(map(is_local, ("127.0.0.1", "::1", "localhost")))
-    assert not any(map(is_local, ("0.0.0.0", "example.org")))
 
 
 @pytest.mark.parametrize(
