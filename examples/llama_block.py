@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer in the place of the feed-forward of Llama's blocks, in transformers."""
+"""The Mixture-of-Experts layer in place of the feed-forward in the Llama blocks of transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FeedForward(nn.Module):
 
 
 def main(steps: int = 8) -> list[float]:
-    """Train a tiny model for a few steps on one batch, and return the losses."""
+    """Train a tiny model for a few steps on one batch and return the losses."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

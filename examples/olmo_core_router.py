@@ -1,7 +1,7 @@
-"""Expert threshold as a router of OLMo-core: give a `MoEConfig` this `ThresholdRouterConfig`.
+"""Expert threshold as a router in OLMo-core: give a `MoEConfig` this `ThresholdRouterConfig`.
 
-Run against OLMo-core 3.0.0. `top_k` is the number of slots of a token, its most experts; unused slots have weight 0
-and are computed. `post_batch`, which its trainer calls once per optimizer step, updates the cutoffs.
+Tested with OLMo-core 3.0.0. `top_k` is the number of slots per token, and so its maximum number of experts; unused
+slots have weight 0 but are computed. The trainer calls `post_batch` once per optimizer step, which updates the cutoffs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ThresholdRouter(MoELinearRouter):
         return CutoffState(*(getattr(self, f"state_{name}") for name in CutoffState._fields))
 
     def get_top_k(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and ids (batch, time, top_k). scores: gates, whose order over tokens is all that matters."""
+        """Return weights and ids (batch, time, top_k). scores: gates; only their order over tokens matters."""
         routing = self.rule.route(scores.detach(), self.state, training=self.training)
         if self.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.seen = routing.observation if self.seen is None else self.seen + routing.observation

@@ -1,6 +1,6 @@
-"""A mixture of OLMoE's shape trained by transformers' Trainer with expert threshold in the place of top k.
+"""A model of OLMoE's shape, trained by transformers' Trainer with expert threshold instead of top-k.
 
-The same lines train OLMoE itself: load it with `OlmoeForCausalLM.from_pretrained` and leave `CONFIG` out.
+The same lines train OLMoE itself: load it with `OlmoeForCausalLM.from_pretrained` and omit `CONFIG`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM, Trainer, TrainingArgumen
 from expert_threshold import ExpertThreshold, follow
 from expert_threshold.integrations.swap import swap_rule
 
-# 64 experts of which a token uses 8, softmax gates that are not normalised: OLMoE-1B-7B's, with narrower layers.
+# As in OLMoE-1B-7B, but with narrower layers: 64 experts, 8 per token, softmax gates that are not normalised.
 CONFIG = OlmoeConfig(
     vocab_size=256, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
     num_experts=64, num_experts_per_tok=8, norm_topk_prob=False, pad_token_id=0, eos_token_id=0,
@@ -31,7 +31,7 @@ class FollowingTrainer(Trainer):
 
 
 def main(steps: int = 20) -> tuple[list[float], float]:
-    """Learn to count, and return the losses and the mean fanout in inference."""
+    """Learn to count and return the losses and the mean fanout in inference."""
     torch.manual_seed(0)
     model = swap_rule(OlmoeForCausalLM(CONFIG), RULE)
     rows = [(torch.arange(32) + start) % 256 for start in torch.randint(256, (8 * steps,)).tolist()]
@@ -54,4 +54,4 @@ def main(steps: int = 20) -> tuple[list[float], float]:
 
 if __name__ == "__main__":
     losses, fanout = main()
-    print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last; fanout {fanout:.2f}")
+    print(f"loss {losses[0]:.3f} at the start, {losses[-1]:.3f} at the end; fanout {fanout:.2f}")

@@ -1,7 +1,7 @@
-"""The Mixture-of-Experts layer in a training loop of one's own, with any optimizer of torch.
+"""The Mixture-of-Experts layer in your own training loop, with any torch optimizer.
 
-What `follow` adds to a loop: backward takes the gradients of the rules' losses, too, and each `optimizer.step()` moves
-cutoffs and biases by what was seen since the last.
+With `follow`, backward also adds the gradients of the rules' losses, and each `optimizer.step()` updates cutoffs and
+biases from the batches since the last step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 def main(steps: int = 60) -> list[float]:
-    """Learn a map from tokens to tokens, and return the losses."""
+    """Learn a map from tokens to tokens and return the losses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 32), Block(32), Block(32), nn.Linear(32, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,4 +1,4 @@
-"""The routing rules alone, on a score matrix: how evenly each loads the experts, and whether it looks ahead."""
+"""Routing rules by themselves, on a score matrix: how evenly each loads the experts, and whether it looks ahead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES = {
 
 
 def scores(step: int) -> torch.Tensor:
-    """Return the scores of a batch of 4 × 256 tokens, (batch, time, experts); some experts are liked better."""
+    """Return the scores of a batch of 4 × 256 tokens, (batch, time, experts); some experts score higher."""
     noise = torch.randn(4, 256, EXPERTS, generator=torch.Generator().manual_seed(step))
     return noise + torch.linspace(-1, 1, EXPERTS)
 

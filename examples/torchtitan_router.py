@@ -1,9 +1,9 @@
-"""Expert threshold in the place of torchtitan's top-k router, by its overrides, without a change to its code:
+"""Expert threshold instead of torchtitan's top-k router, through overrides, without changing torchtitan's code:
 
     --override.imports torchtitan_router.threshold_router torchtitan_router.threshold_dispatcher
 
-Run against torchtitan 0.3.0. `top_k` becomes the mean fanout; gates are its `score_func`. For runs of one rank, or
-data-parallel ranks that each have their own pools; the loss-free biases (`load_balance_coeff`) have no effect.
+Tested with torchtitan 0.3.0. `top_k` becomes the mean fanout; gates use `score_func`. For a single rank, or for
+data-parallel ranks with separate pools; the loss-free biases (`load_balance_coeff`) have no effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from expert_threshold.routing import CutoffState, ExpertThreshold
 
 
 class ThresholdRouter(TokenChoiceTopKRouter):
-    """Its forward returns K = num_experts slots per token, with gate 0 where the token does not go."""
+    """A router whose forward returns K = num_experts slots per token, with gate 0 where the token does not go."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
@@ -39,7 +39,7 @@ class ThresholdRouter(TokenChoiceTopKRouter):
         )
         self.seen: Any = None
         self._init_self_buffers()
-        register_optimizer_step_post_hook(self.update)  # of any optimizer: the first after a backward counts
+        register_optimizer_step_post_hook(self.update)  # of any optimizer; the first step after a backward counts
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         for name, value in self.rule.init()._asdict().items():

@@ -1,12 +1,12 @@
-"""Classification of errors."""
+"""Classifies errors."""
 
 from __future__ import annotations
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if Python, NumPy, safetensors or torch ran out of memory, or torch cannot count so many numbers.
+    """Return True if Python, NumPy, safetensors or torch ran out of memory, or torch cannot count that many numbers.
 
-    Torch has no error type for either on a CPU.
+    On a CPU, torch has no error type for either.
     """
     return isinstance(error, MemoryError) or any(
         words in str(error)

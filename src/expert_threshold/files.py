@@ -1,4 +1,4 @@
-"""Atomic files and folders: written beside their place, flushed to disk, then renamed."""
+"""Atomic files and folders: written next to their destination, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TEMPORARY = ".tmp-"
 
 
 def expand(path: str | Path) -> Path:
-    """Expand ~ and ~user; unchanged where there is no such home folder, for which `Path.expanduser` raises."""
+    """Expand ~ and ~user; if there is no such home folder, return the path unchanged, unlike `Path.expanduser`."""
     return Path(os.path.expanduser(path))
 
 
 def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return strict JSON; floats survive exactly. Raises ValueError for NaN and infinity, which JSON lacks."""
+    """Return strict JSON, in which floats survive exactly. Raises ValueError for NaN and infinity, which JSON lacks."""
     return json.dumps(value, indent=indent, allow_nan=False)
 
 
@@ -46,7 +46,7 @@ def corrupted_file_error(name: str | Path, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Make an OSError that has no path, as those of failed writes, or a temporary file's, name `path`."""
+    """Make an OSError name `path` if it names no path, as after a failed write, or a temporary file."""
     try:
         yield
     except OSError as error:
@@ -74,7 +74,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a file to write that becomes `path` unless an error occurs; readers see the old or the new file, whole.
+    """Yield a file to write that becomes `path` unless an error occurs; readers see the whole old or new file.
 
     If `path` is a link, its target is replaced.
     """
@@ -92,7 +92,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def require_free(to: str | Path, option: str = "--to") -> None:
     """Raise ValueError, naming the option, if the folder exists and is not empty: no folder is ever overwritten.
 
-    The working folder is refused even if it is empty: it would be replaced, and a shell would stay in the old one.
+    The working folder is refused even if it is empty, since a shell would stay in the old folder after its replacement.
     """
     path = Path(to)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
@@ -102,12 +102,12 @@ def require_free(to: str | Path, option: str = "--to") -> None:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return the folders that would have to be made for `path` to be one, the innermost first."""
+    """Return the folders to create so that `path` exists, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders, the innermost first, up to one that holds something."""
+    """Remove folders, innermost first, until one is not empty."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
@@ -131,11 +131,11 @@ def new_folder(to: str | Path, option: str = "--to") -> Iterator[Path]:
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object like `replace_file`, indented, for people to read too."""
+    """Write a JSON object like `replace_file`, indented so that people can read it."""
     replace_file(path, (to_json(content, indent=2) + "\n").encode())
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `path` atomically: readers see the old or the new content, and OSError leaves the old."""
+    """Write `path` atomically: readers see the old or the new content, and an OSError leaves the old content."""
     with replacing(path) as temporary:
         write_synced(temporary, content)

@@ -17,15 +17,15 @@ from .runs import RunFolder
 from .train import TrainResult, train
 from .train.log import say
 
-# An empty prompt, which opens a document; code; prose. None ends with a space, which tokens of words begin with: after
-# "def " a model writes digits. Lower temperatures write loops.
+# An empty prompt, which opens a document; code; prose. None ends with a space, since tokens of words start with one:
+# after "def ", a model writes digits. Lower temperatures produce loops.
 PROMPTS = ("", "def __init__(self", "Return")
 TEMPERATURE = 0.9
 SAMPLE_TOKENS = 96
 
 
 def train_run(folder: RunFolder, config: RunConfig, console: Console, **options: Any) -> TrainResult:
-    """Train in a folder, with samples and a report. Raises ValueError as `train` does, and when out of memory."""
+    """Train in a folder, with samples and a report. Raises ValueError as `train` does, and if memory runs out."""
     try:
         result = train(
             folder, config.model, config.data, config.optim, config.train, sample=sample, console=console, **options
@@ -44,7 +44,7 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
         write_report(folder, partial(say, console))
     except Exception as error:  # a failed report does not spoil the run
         reason = " ".join(str(error).split()) or type(error).__name__
-        say(console, f"warning: no report was written: {reason}")
+        say(console, f"warning: the report was not written: {reason}")
     return result
 
 

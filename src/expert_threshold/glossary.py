@@ -18,11 +18,11 @@ TERMS = {
     "slack": "The share of k by which a load may differ from it in training: from k(1 − slack) to k(1 + slack).",
     "saturation": "The share of tokens above the cutoff that the upper bound on the load drops.",
     "starvation": "The share of tokens below the cutoff that the lower bound on the load adds.",
-    "warmup": "The first steps, routed differently: by expert threshold as by expert choice, while cutoffs settle.",
+    "warmup": "The first steps, in which expert threshold routes as expert choice does, while cutoffs settle.",
     "dial": "Other cutoffs for a trained model, chosen for a rate: the mean number of routed experts per token.",
-    "sketch": "Quantiles of an expert's scores, kept beside its cutoff. The dial reads other cutoffs off it.",
+    "sketch": "Quantiles of an expert's scores, stored with its cutoff. The dial reads other cutoffs off it.",
     "observation": "The statistics of a forward pass that the rule, the metrics and the figures need, such as loads.",
-    "trace": "A checkpoint's scores, assignment and losses on a text, token by token, from which figures are made.",
+    "trace": "A checkpoint's scores, assignment and losses on a text, token by token. Figures are drawn from it.",
 }
 
 
@@ -33,6 +33,6 @@ def as_text() -> str:
 
 
 def as_html() -> str:
-    """Return an HTML element that opens to a list of all terms, for a page."""
+    """Return an HTML element that unfolds into a list of all terms, for a page."""
     words = "\n".join(f"<dt>{escape(term)}</dt><dd>{escape(meaning)}</dd>" for term, meaning in TERMS.items())
-    return f'<details class="words"><summary>What the words mean</summary><dl>\n{words}\n</dl></details>\n'
+    return f'<details class="words"><summary>Glossary</summary><dl>\n{words}\n</dl></details>\n'

@@ -1,4 +1,4 @@
-"""The commands that call and extend this installation, for messages that tell a user what to type."""
+"""The commands that run and extend this installation, for messages that show what to type."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def et() -> str:
 
 
 def program() -> list[str]:
-    """Return what Python has to be given to run `et` in another process as in this one."""
+    """Return the arguments with which Python runs the same `et` in another process."""
     called = _script()
     return ["-m", __package__] if called is None else [str(called)]
 

@@ -1,4 +1,4 @@
-"""Costs of a run, without allocating a weight: parameters, tokens, FLOPs, memory, time and money."""
+"""Costs of a run, computed without allocating weights: parameters, tokens, FLOPs, memory, time and money."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .optim.muon import BATCH_ELEMENTS
 from .routing import Rule, Window, rule_name
 
 LAYOUTS = ("replicate", "shard", "expert_parallel")
-"""Layouts: each GPU holds all weights and its share of the optimizer's state; a share of everything; a share of the
+"""Layouts. Each GPU holds all weights and a share of the optimizer's state; or a share of everything; or a share of the
 experts, at least one."""
 
 
@@ -35,7 +35,7 @@ ONE_GPU = Machine()
 
 
 def costs(config: RunConfig, machine: Machine = ONE_GPU) -> dict[str, Any]:
-    """Return parameters (total, active, by part), tokens (of a pool too) and model FLOPs of forward and backward."""
+    """Return parameters (total, active, by part), tokens (also per pool) and model FLOPs of forward and backward."""
     parameters = parameter_counts(config.model)
     per_token = flops_per_token(config.model)
     tokens_per_step = config.train.batch_size * config.train.accumulation * config.model.context
@@ -58,19 +58,19 @@ def costs(config: RunConfig, machine: Machine = ONE_GPU) -> dict[str, Any]:
 
 
 def assumed_fanout(rule: Rule | None) -> str | None:
-    """Return a sentence for a rule whose mean fanout may be any; None for others, and for a dense model."""
+    """Return a sentence on the fanout assumed for a rule that has no target; None for other rules and dense models."""
     if rule is None or rule.aims_at_fanout:
         return None
     return (
-        f"{rule_name(rule)} has no fixed mean fanout; active parameters and FLOPs are those of a fanout of "
+        f"{rule_name(rule)} has no fixed mean fanout; active parameters and FLOPs assume a fanout of "
         f"{rule.experts_per_token:g}"
     )
 
 
 def window(config: RunConfig, local: LocalBatch | None = None) -> Window:
-    """Return the tokens that the rule looks at in training; both are None for a dense model.
+    """Return how many tokens the rule looks at in training; both numbers are None for a dense model.
 
-    local: a rank's part of a step; None: there is one rank.
+    local: a rank's part of a step; None for a single rank.
     """
     rule, context = config.model.rule, config.model.context
     if rule is None:
@@ -81,14 +81,14 @@ def window(config: RunConfig, local: LocalBatch | None = None) -> Window:
 
 
 def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
-    """Return the hours, and their cost. Raises ValueError if they are infinite."""
+    """Return the run's hours and their cost. Raises ValueError if either is infinite."""
     rate = machine.gpus * machine.utilisation * machine.peak_tflops * 1e12
     hours = costs(config)["flops_total"] / rate / 3600 if rate > 0 else math.inf
     if math.isinf(3600 * hours):
         raise ValueError(f"--peak-tflops {machine.peak_tflops}: the run would never end; give the peak of one GPU")
     cost = hours * machine.gpus * machine.price_per_gpu_hour
     if math.isinf(cost):
-        raise ValueError(f"--price-per-gpu-hour {machine.price_per_gpu_hour}: the cost is beyond counting; give less")
+        raise ValueError(f"--price-per-gpu-hour {machine.price_per_gpu_hour}: the cost overflows; give a lower price")
     return {
         "tokens_per_second": rate / flops_per_token(config.model),
         "hours": hours,
@@ -105,9 +105,9 @@ def share_out(config: RunConfig, machine: Machine) -> LocalBatch:
     batch_size, accumulation = config.train.batch_size, config.train.accumulation
     step = batch_size * accumulation
     if machine.gpus > step:
-        raise ValueError(f"--gpus {machine.gpus}: a step has {step} sequences; give at most as many GPUs")
+        raise ValueError(f"--gpus {machine.gpus}: a step has only {step} sequences; use at most {step} GPUs")
     if step % machine.gpus:
-        raise ValueError(f"--gpus {machine.gpus}: does not divide the step of {step} sequences; give a divisor of it")
+        raise ValueError(f"--gpus {machine.gpus}: does not divide a step of {step} sequences; use a divisor of {step}")
     micro_batch = machine.micro_batch
     if micro_batch is None:
         try:
@@ -116,17 +116,17 @@ def share_out(config: RunConfig, machine: Machine) -> LocalBatch:
             raise ValueError(f"--gpus {machine.gpus}: {error}") from None
     if step % (micro_batch * machine.gpus):
         raise ValueError(
-            f"--micro-batch {micro_batch} on {machine.gpus} GPUs does not divide the step of {step} sequences; "
-            f"give a divisor of {step // machine.gpus}"
+            f"--micro-batch {micro_batch} on {machine.gpus} GPUs does not divide a step of {step} sequences; "
+            f"use a divisor of {step // machine.gpus}"
         )
     alone = competes_on_rank(config.model.rule)
     return LocalBatch(micro_batch, step // (micro_batch * machine.gpus), machine.gpus, joint_mean=not alone)
 
 
 def memory(config: RunConfig, machine: Machine, dtype: torch.dtype, *, gpu: bool) -> dict[str, dict[str, int]]:
-    """Return the bytes on one GPU at the peak in each layout, by part and in total, as `peak`.
+    """Return one GPU's bytes at the peak of each layout, by part, with their total as `peak`.
 
-    dtype: of matrix products. The allocator's overhead comes on top.
+    dtype: the dtype of matrix products. The allocator's overhead is not included.
     """
     gpus, rule, local = machine.gpus, config.model.rule, share_out(config, machine)
     tokens = local.batch_size * config.model.context
@@ -161,7 +161,7 @@ def memory(config: RunConfig, machine: Machine, dtype: torch.dtype, *, gpu: bool
     split = 1 if rule is None else config.train.expert_parallel
     if rule is not None and split == 1:  # as far as the layout can split experts
         split = math.gcd(gpus, rule.num_experts)
-    sent = 2 * bound * config.model.d_model * dtype.itemsize  # tokens are sent, received, and sent back
+    sent = 2 * bound * config.model.d_model * dtype.itemsize  # tokens are sent, received and sent back
     found = {}
     for layout in LAYOUTS[:1] if gpus == 1 else LAYOUTS:
         held = {"replicate": total, "shard": -(-total // gpus)}.get(layout, total - routed + routed // split)

@@ -16,13 +16,13 @@ Options = Mapping[str, Any]
 PAPER_TOKENS = PAPER_STEPS * 524_288
 EVAL_EVERY, CHECKPOINT_EVERY = 250, 1000
 EVAL_TOKENS = 10_485_760
-"""Tokens of a validation, as in the release; the paper does not say."""
+"""Tokens per validation, as in the release; the paper does not say."""
 
 
 class Method(NamedTuple):
-    """A rule with the options that define it as a method; its other options are those of any run.
+    """A rule with the options that define it as a method; its other options are set like any run's.
 
-    colour: its index in the palette of figures; None takes one that is left.
+    colour: its index in the figures' palette; None picks an unused colour.
     """
 
     rule: str
@@ -32,39 +32,39 @@ class Method(NamedTuple):
 
 
 METHODS: dict[str, Method] = {
-    "dense": Method("dense", {}, "no routed experts, the same FLOPs per token", 0),
-    "token_choice": Method("token_choice", {"balance": "none"}, "each token takes its best experts", 1),
-    "token_choice_aux": Method("token_choice", {"balance": "aux"}, "the same with the auxiliary balancing loss", 5),
-    "token_choice_loss_free": Method("token_choice", {"balance": "loss_free"}, "the same balanced by biases", 6),
+    "dense": Method("dense", {}, "no routed experts, same FLOPs per token", 0),
+    "token_choice": Method("token_choice", {"balance": "none"}, "each token goes to its best experts", 1),
+    "token_choice_aux": Method("token_choice", {"balance": "aux"}, "token choice, balanced by an auxiliary loss", 5),
+    "token_choice_loss_free": Method("token_choice", {"balance": "loss_free"}, "token choice, balanced by biases", 6),
     "expert_choice_sequence": Method(
-        "expert_choice", {"pool": "sequence"}, "each expert takes its best tokens of every sequence", 2
+        "expert_choice", {"pool": "sequence"}, "each expert takes its best tokens in every sequence", 2
     ),
-    "expert_choice_batch": Method("expert_choice", {"pool": "batch"}, "the same of every micro-batch", 7),
+    "expert_choice_batch": Method("expert_choice", {"pool": "batch"}, "expert choice over every micro-batch", 7),
     "expert_threshold": Method("expert_threshold", {}, "a token goes wherever its score exceeds the cutoff", 3),
-    "expert_threshold_no_warmup": Method("expert_threshold", {"warmup_steps": 0}, "the same from the first step on", 4),
+    "expert_threshold_no_warmup": Method("expert_threshold", {"warmup_steps": 0}, "the same without warmup", 4),
 }
-"""The methods of the paper by name, which is the rule's followed by the variant. Recipes use the same names, with
-expert choice's pool in tokens of d12 and with an ablation's change; figures use the rule's label."""
+"""The paper's methods by name: the rule's name followed by the variant. Recipes use the same names, plus expert
+choice's pool in tokens of d12, or an ablation's change. Figures use the rule's label."""
 UNBOUNDED: Options = {"capacity_slack": None}
 LAST_BATCH: Options = {"estimator": "mean", "decay": 0.0}
 SOFTMAX: Options = {"gate": "softmax", "null_scores": 16}
 VARIANTS: dict[str, Method] = {
-    # Expert threshold's kin differ in the estimator of the cutoff and in whether loads are bounded.
+    # Variants of expert threshold differ in the estimator of the cutoff and in whether loads are bounded.
     "expert_threshold_last_batch": Method(
-        "expert_threshold", LAST_BATCH, "expert threshold by the last batch's cutoff"
+        "expert_threshold", LAST_BATCH, "expert threshold with the last batch's cutoff"
     ),
-    "expert_threshold_mean": Method("expert_threshold", {"estimator": "mean"}, "the same by the running mean"),
-    "expert_threshold_trend": Method("expert_threshold", {"estimator": "trend"}, "the same by the mean and its trend"),
+    "expert_threshold_mean": Method("expert_threshold", {"estimator": "mean"}, "expert threshold with a running mean"),
+    "expert_threshold_trend": Method("expert_threshold", {"estimator": "trend"}, "expert threshold with a trend"),
     "expert_threshold_last_batch_unbounded": Method(
-        "expert_threshold", {**LAST_BATCH, **UNBOUNDED}, "by the last batch's cutoff, without bounds on the load"
+        "expert_threshold", {**LAST_BATCH, **UNBOUNDED}, "expert threshold with the last batch's cutoff, without bounds"
     ),
     "expert_threshold_mean_unbounded": Method(
-        "expert_threshold", {"estimator": "mean", **UNBOUNDED}, "by the running mean, without bounds"
+        "expert_threshold", {"estimator": "mean", **UNBOUNDED}, "expert threshold with a running mean, without bounds"
     ),
     "expert_threshold_trend_unbounded": Method(
-        "expert_threshold", {"estimator": "trend", **UNBOUNDED}, "by the mean and its trend, without bounds"
+        "expert_threshold", {"estimator": "trend", **UNBOUNDED}, "expert threshold with a trend, without bounds"
     ),
-    # Softmax gates, where the paper has sigmoids.
+    # Softmax gates, where the paper uses sigmoids.
     "expert_threshold_softmax": Method("expert_threshold", SOFTMAX, "expert threshold with softmax gates"),
     "expert_choice_batch_softmax": Method(
         "expert_choice", {"pool": "batch", **SOFTMAX}, "expert choice over a batch with softmax gates"
@@ -76,31 +76,31 @@ VARIANTS: dict[str, Method] = {
     "token_choice_mixtral": Method(
         "token_choice", {"balance": "aux", "gate": "softmax_chosen"}, "token choice with Mixtral's gates"
     ),
-    "token_choice_olmoe": Method("token_choice", {"balance": "aux", "gate": "softmax"}, "with OLMoE's gates"),
+    "token_choice_olmoe": Method("token_choice", {"balance": "aux", "gate": "softmax"}, "token choice as in OLMoE"),
     "token_choice_qwen3_moe": Method(
-        "token_choice", {"balance": "global_aux", "gate": "softmax_chosen"}, "with Qwen3-MoE's gates"
+        "token_choice", {"balance": "global_aux", "gate": "softmax_chosen"}, "token choice with Qwen3-MoE's gates"
     ),
     "token_choice_deepseek_v3": Method(
         "token_choice",
         {"balance": "loss_free", "gate": "sigmoid_normalised", "over": "gates"},
-        "with DeepSeek-V3's gates and biases",
+        "token choice with DeepSeek-V3's gates and biases",
     ),
     "quantile_balancing_gates": Method(
-        "quantile_balancing", {"over": "gates"}, "quantile balancing of the scores' sigmoids"
+        "quantile_balancing", {"over": "gates"}, "quantile balancing on the scores' sigmoids"
     ),
     "quantile_balancing_histogram": Method(
-        "quantile_balancing", {"estimator": "histogram"}, "quantile balancing by a histogram"
+        "quantile_balancing", {"estimator": "histogram"}, "quantile balancing with a histogram"
     ),
     "null_slots_copy": Method("null_slots", {"null": "copy"}, "null slots that return the token itself"),
-    "top_p_steered": Method("top_p", {"p": "steered"}, "top-p with the controller of the mean fanout"),
+    "top_p_steered": Method("top_p", {"p": "steered"}, "top-p with p steered by the mean fanout"),
 }
-"""Further methods by name; docs/routing.md has the sizes and strengths with which published models use theirs."""
+"""Further methods by name; docs/routing.md lists the sizes and strengths that published models use."""
 REFERENCE = "token_choice"
 """The method whose loss is the baseline of a comparison, if it is compared."""
 
 
 def methods() -> dict[str, Method]:
-    """Return the methods that can be compared, by name: the paper's, every other rule by default, and variants."""
+    """Return the methods that can be compared, by name: the paper's, every other rule with defaults, and variants."""
     covered = {method.rule for method in METHODS.values()}
     others = {name: Method(name, {}, cls.summary().rstrip(".")) for name, cls in RULES.items() if name not in covered}
     return METHODS | others | VARIANTS
@@ -128,8 +128,8 @@ class Reported(NamedTuple):
 class Rate(NamedTuple):
     """A learning rate that falls with the length of a run: `rate` at `first` steps, `last_rate` at `last`.
 
-    Between them it is a power of the steps, as sweeps at 4,096 tokens a step found it; beyond them, where nothing was
-    measured, it stays constant.
+    Between them, it is a power of the steps, as found by sweeps at 4,096 tokens per step. Beyond them, where nothing
+    was measured, it stays constant.
     """
 
     rate: float
@@ -145,11 +145,11 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run of the paper, or with another project's settings. Options not given are those of its preset.
+    """One run of the paper, or with another project's settings. Other options come from its preset.
 
-    rule: its name and the options that differ from the defaults; a decay is meant for PAPER_STEPS. pool: the sequences
-    whose tokens compete for an expert or over which load is measured; None is a whole micro-batch, on all ranks.
-    rates: learning rates by the length of the run.
+    rule: its name and the options that differ from the defaults; a decay is meant for PAPER_STEPS. pool: the number of
+    sequences whose tokens compete for an expert or over which load is measured; None means a whole micro-batch, on all
+    ranks. rates: learning rates that depend on the length of the run.
     """
 
     summary: str
@@ -163,11 +163,11 @@ class Recipe:
 
     @property
     def balances_by_loss(self) -> bool:
-        """True for an auxiliary loss, which sees one micro-batch, so that the pool sets its size."""
+        """True for an auxiliary loss, which sees one micro-batch, so that the pool sets the micro-batch size."""
         return self.rule.get("balance") == "aux"
 
     def options_of_batch(self, batch_size: int, accumulation: int) -> Options:
-        """Return the division into micro-batches of a step of `batch_size * accumulation` sequences."""
+        """Return how a step of `batch_size * accumulation` sequences is divided into micro-batches."""
         whole = batch_size * accumulation
         if not self.balances_by_loss or self.pool is None or whole % min(self.pool, whole):
             return {}
@@ -176,8 +176,8 @@ class Recipe:
     def options_of_optim(self, steps: int) -> dict[str, Any]:
         """Return the optimizer's options for a run of `steps`.
 
-        Warmups of learning rates are at most a tenth of it. Momentum may rise throughout a short run: of 300 steps, 30
-        of warmup instead of 300 cost 0.04 nats.
+        Warmups of learning rates last up to a tenth of the run. Momentum may rise throughout a short run: in 300 steps,
+        a warmup of 30 instead of 300 cost 0.04 nats.
         """
         longest = {"adamw_warmup_steps": steps // 10, "muon_warmup_steps": steps // 10, "momentum_warmup_steps": steps}
         scaled = {name: min(value, longest[name]) if name in longest else value for name, value in self.optim.items()}
@@ -194,7 +194,7 @@ class Recipe:
 
 
 def pool_option(pool: int | None, batch_size: int, context: int) -> str | int:
-    """Return expert choice's option for a pool of that many sequences, at most the micro-batch."""
+    """Return expert choice's option for a pool of `pool` sequences, capped at the micro-batch."""
     if pool == 1:
         return "sequence"
     return "global" if pool is None or pool >= batch_size else pool * context
@@ -231,7 +231,7 @@ ET, ET_NO_WARMUP = (_rule(name, estimator="mean") for name in ("expert_threshold
 TWO: Options = {"experts_per_token": 2}
 NO_SHARED: Options = {"shared_experts": 0}
 
-# With the rate of matrices, since a preset may have another.
+# With the learning rate of matrices, since a preset may set another.
 _NANOCHAT, _TUNED = ({**_changes(config), "matrix_lr": config.matrix_lr} for config in (NANOCHAT, TUNED))
 
 RECIPES: dict[str, Recipe] = {
@@ -247,32 +247,32 @@ RECIPES: dict[str, Recipe] = {
         TC_LOSS_FREE,
         Reported("Table 1", 2.898, 18.031),
     ),
-    "expert_choice_2k": Recipe("expert choice in a sequence", EC, Reported("Table 1", 2.910, 17.91, 2.874), pool=1),
-    "expert_choice_8k": Recipe("expert choice in 4 sequences", EC, Reported("Table 1", 2.845, 18.83, 2.844), pool=4),
+    "expert_choice_2k": Recipe("expert choice over a sequence", EC, Reported("Table 1", 2.910, 17.91, 2.874), pool=1),
+    "expert_choice_8k": Recipe("expert choice over 4 sequences", EC, Reported("Table 1", 2.845, 18.83, 2.844), pool=4),
     "expert_choice_64k": Recipe(
-        "expert choice in 32 sequences", EC, Reported("Table 1", 2.841, 18.754, 2.836), pool=32
+        "expert choice over 32 sequences", EC, Reported("Table 1", 2.841, 18.754, 2.836), pool=32
     ),
-    "expert_choice_512k": Recipe("expert choice in the batch", EC, Reported("Table 1", 2.843, 19.94, 2.840)),
+    "expert_choice_512k": Recipe("expert choice over the batch", EC, Reported("Table 1", 2.843, 19.94, 2.840)),
     "expert_threshold": Recipe("expert threshold", ET, Reported("Table 1", 2.844, 19.876)),
     "expert_threshold_no_warmup": Recipe(
-        "expert threshold from the first step on",
+        "expert threshold without warmup",
         ET_NO_WARMUP,
         Reported("Shared Expert", 2.844, 16.867),
     ),
     "expert_choice_512k_no_shared": Recipe(
-        "expert choice in the batch, no shared expert",
+        "expert choice over the batch, no shared expert",
         {**EC, **TWO},
         Reported("Shared Expert", 2.862, 16.307),
         model=NO_SHARED,
     ),
     "expert_threshold_no_warmup_no_shared": Recipe(
-        "expert threshold from the first step on, no shared expert",
+        "expert threshold without warmup, no shared expert",
         {**ET_NO_WARMUP, **TWO},
         Reported("Shared Expert", 2.862, 18.515),
         model=NO_SHARED,
     ),
     "expert_threshold_fanout_norm": Recipe(
-        "expert threshold, the routed sum divided by the fanout",
+        "expert threshold with the routed sum divided by the fanout",
         ET,
         Reported("Normalization: CE + 0.04"),
         model={"gate_norm": "fanout"},
@@ -286,10 +286,10 @@ RECIPES: dict[str, Recipe] = {
     "d20_token_choice_aux": Recipe(
         "token choice, auxiliary loss", TC_AUX, Reported("Table 2", 2.687, 22.31), "d20", pool=16
     ),
-    "d20_expert_choice_256k": Recipe("expert choice in half a batch", EC, Reported("Table 2", 2.621, 24.98), "d20"),
+    "d20_expert_choice_256k": Recipe("expert choice over half a batch", EC, Reported("Table 2", 2.621, 24.98), "d20"),
     "d20_expert_threshold": Recipe("expert threshold", ET, Reported("Table 2", 2.620, 25.14), "d20"),
     "release": Recipe(
-        "expert threshold as the authors' code has it by default",
+        "expert threshold with the defaults of the authors' code",
         {**ET, "decay": 0.99, "capacity_slack": None},
         Reported("the authors' release"),
         optim=_changes(RELEASE),
@@ -315,15 +315,15 @@ RECIPES: dict[str, Recipe] = {
         optim=_NANOCHAT,
     ),
     "nanochat_trunk": Recipe(
-        "the same in nanochat's trunk: value embeddings, scalars, smear, backout, sharper attention, windows",
+        "the same with nanochat's trunk: value embeddings, scalars, smear, backout, sharper attention, windows",
         _rule("expert_threshold"),
         Reported("nanochat 92d63d4"),
         model={"initialization": "nanochat", **TRUNKS["nanochat"]},
         optim=_NANOCHAT,
     ),
     "tuned": Recipe(
-        "the same without windows, with key offset, slower skip scalars, four iterations, experts moved in turns, and "
-        "swept rates of matrices",
+        "the same without windows, with key offset, slower skip scalars, four iterations, experts updated in turns, "
+        "and a swept learning rate for matrices",
         _rule("expert_threshold"),
         Reported("docs/sweep.md"),
         model={"initialization": "nanochat", **TRUNKS["tuned"]},

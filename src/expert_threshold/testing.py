@@ -39,7 +39,7 @@ PROPERTIES: dict[str, Check] = {}
 def check_rule(rule: Rule, *, ranks: bool = True) -> None:
     """Check every property of a rule. Raises AssertionError naming the one that fails.
 
-    ranks: check two ranks too, which starts two processes; the rule's class must then be importable by name.
+    ranks: also check two ranks, which starts two processes; the rule's class must then be importable by name.
     """
     for name, check in PROPERTIES.items():
         try:
@@ -68,7 +68,7 @@ def trained(rule: Rule, *, steps: int = 3) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return True if two records hold the same, bit for bit."""
+    """Return True if two records are equal, bit for bit."""
     (a_leaves, a_shape), (b_leaves, b_shape) = pytree.tree_flatten(a), pytree.tree_flatten(b)
     return a_shape == b_shape and all(
         x is y or (x.dtype == y.dtype and torch.equal(x.nan_to_num(12345), y.nan_to_num(12345)))
@@ -77,8 +77,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def close(a: Any, b: Any) -> bool:
-    """Return True if two records are equal up to the rounding of one function: a processor may round the last numbers
-    of a row, which do not fill a vector register, differently.
+    """Return True if two records are equal up to the rounding of one function: a processor may round a row's last
+    numbers differently if they do not fill a vector register.
     """
     a_leaves, b_leaves = pytree.tree_leaves(a), pytree.tree_leaves(b)
     return len(a_leaves) == len(b_leaves) and all(
@@ -157,10 +157,10 @@ def _observations_count_what_was_assigned_and_add_up(rule: Rule) -> None:
             _require(int(seen.tokens) == len(assignment), "tokens are miscounted")
             _require(torch.equal(seen.load, assignment.sum(0)), "load is not the assignment's sum")
             counts = torch.bincount(assignment.sum(1), minlength=assignment.shape[1] + 1)
-            _require(torch.equal(seen.fanout_counts, counts), "fanout_counts are not the assignment's")
+            _require(torch.equal(seen.fanout_counts, counts), "fanout_counts do not match the assignment")
         a, b = (routing.observation.tensors() for routing in routings)
         both = (routings[0].observation + routings[1].observation).tensors()
-        _require(same(both, {name: a[name] + b[name] for name in a}), "an observation is not a sum")
+        _require(same(both, {name: a[name] + b[name] for name in a}), "observations do not add up")
 
 
 @_property
@@ -192,7 +192,7 @@ def _empty_batches_are_routed_and_move_nothing(rule: Rule) -> None:
         routing = rule.route(make_scores(rule)[:0], state, training=training)
         _require(routing.assignment.shape[:2] == (0, TIME), "an empty batch is not routed")
         if training:
-            _require(same(rule.update(state, routing.observation), state), "a step without tokens moved the state")
+            _require(same(rule.update(state, routing.observation), state), "a step without tokens changed the state")
 
 
 @_property
@@ -205,12 +205,12 @@ def _inference_is_causal_and_of_each_sequence_alone(rule: Rule) -> None:
             changed[:, position:] = make_scores(rule, 7)[:, position:] + shift
             after = rule.route(changed, state, training=False)
             before = (slice(None), slice(position))
-            _require(same(_of(after, *before), _of(whole, *before)), f"what follows token {position} changed it")
+            _require(same(_of(after, *before), _of(whole, *before)), f"changing token {position} changed earlier ones")
             short = rule.route(scores[:, :position], state, training=False)
-            _require(close(_decided(short), _of(whole, *before)), f"the first {position} tokens alone differ")
+            _require(close(_decided(short), _of(whole, *before)), f"the first {position} tokens differ when alone")
         for row in range(BATCH):
             alone = rule.route(scores[row : row + 1], state, training=False)
-            _require(close(_decided(alone), _of(whole, slice(row, row + 1))), "others in the batch changed a sequence")
+            _require(close(_decided(alone), _of(whole, slice(row, row + 1))), "other sequences changed a sequence")
 
 
 @_property
@@ -228,11 +228,11 @@ def _scopes_are_kept_and_not_exaggerated(rule: Rule) -> None:
                 within = others.clone()
                 within[kept] = scores[kept]
                 after = rule.route(within, state, training=training)
-                _require(same(_of(after, *kept), _of(routing, *kept)), f"scope is {scope}, but scores beyond it count")
+                _require(same(_of(after, *kept), _of(routing, *kept)), f"scope is {scope}, but scores beyond it matter")
             others[0, 0] = scores[0, 0]
             changes.append(not same(_of(rule.route(others, state, training=training), 0, 0), _of(routing, 0, 0)))
         if training and declared and scope != "token" and not routing.assignment.all():
-            _require(any(changes), f"scope is {scope}, but no other token's scores count: the check would see nothing")
+            _require(any(changes), f"scope is {scope}, but no other token's scores matter; declare a narrower one")
 
 
 @_property
@@ -325,7 +325,7 @@ def _answers_about_inference_are_true(rule: Rule) -> None:
         shown = rule.describe(state) | rule.measure(state, seen)
         _require(
             all(isinstance(value, Tensor) and value.ndim <= 1 for value in shown.values()),
-            "describe or measure is not () or (n,)",
+            "describe or measure returned a tensor that is not () or (n,)",
         )
 
 
@@ -334,10 +334,10 @@ def _calibration_sets_the_thresholds_that_pools_measure(rule: Rule) -> None:
     if type(rule).calibrated is Rule.calibrated:
         return
     pooled, state = rule.calibration_rule(rule.experts_per_token), trained(rule)
-    _require(pooled.num_scores == rule.num_scores, "calibration_rule has another number of scores")
+    _require(pooled.num_scores == rule.num_scores, "calibration_rule has a different number of scores")
     routings = [each.route(make_scores(rule), state, training=True) for each in (rule, pooled)]
     plain = rule.sigmoid_gates or rule.softmax_gates
-    _require(not plain or torch.equal(routings[0].gates, routings[1].gates), "calibration_rule has other gates")
+    _require(not plain or torch.equal(routings[0].gates, routings[1].gates), "calibration_rule has different gates")
     measured = routings[1].observation
     found = rule.thresholds(rule.calibrated(state, measured))
     _require(found is not None and close(found, measured.batch_cutoff), "calibrated does not set the measured cutoffs")
@@ -361,13 +361,13 @@ def _compiled_equals_eager(rule: Rule) -> None:
 
 
 def check_ranks(rules: Sequence[Rule]) -> None:
-    """Check, in two processes, that two ranks with half a batch each route and update as one rank with all of it.
+    """Check, in two processes, that two ranks with half a batch each route and update like one rank with all of it.
 
-    A rule whose scope or pool_scope in training is "batch" takes each rank's half by itself, just as one rank takes two
-    micro-batches. Raises AssertionError naming the rule.
+    A rule whose scope or pool_scope in training is "batch" treats each rank's half separately, just as one rank treats
+    two micro-batches. Raises AssertionError naming the rule.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # Forks of a server, where there are any, need not import what the server has imported.
+        # Forks of a server, where available, need not repeat the server's imports.
         method = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
         start_processes(_rank, (list(rules), str(Path(folder) / "store")), nprocs=2, start_method=method)
 

@@ -96,11 +96,11 @@ def test_a_capture_that_does_not_fit_is_refused() -> None:
     model, nulls = small_model(THRESHOLD), small_model(NULL_SCORES)
     (found, *_) = generated(model)
     version = routing_version(model)
-    with pytest.raises(ValueError, match="tokens, its captures"), replay(model, [found.capture]):
+    with pytest.raises(ValueError, match="tokens, but its captures"), replay(model, [found.capture]):
         model(found.capture.tokens.repeat(1, 2))
     model.moe_layers()[0][1].router.state.mean[0] += 1
     assert routing_version(model) != version
     with pytest.raises(ValueError, match="other thresholds"):
         decide(model, found.capture)
-    with pytest.raises(ValueError, match="more than a token's scores of experts"):
+    with pytest.raises(ValueError, match="more than a token's own expert scores"):
         decide(nulls, generated(nulls)[0].capture)

@@ -113,5 +113,5 @@ def test_a_token_that_is_sure_has_a_finite_loss_of_at_least_zero(size: float) ->
 def test_a_target_beyond_the_vocabulary_is_refused(with_gradient: bool) -> None:
     x, weight, targets = given(100, 64, 128)
     targets[3] = 10**9
-    with torch.set_grad_enabled(with_gradient), pytest.raises(IndexError, match="target 1000000000 must lie below"):
+    with torch.set_grad_enabled(with_gradient), pytest.raises(IndexError, match="target 1000000000 must be below"):
         linear_cross_entropy(x.requires_grad_(), weight, targets, SOFTCAP)

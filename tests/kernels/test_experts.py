@@ -199,14 +199,14 @@ def test_compiled_it_is_one_graph_whatever_the_loads() -> None:
 
 def test_more_pairs_than_there_is_room_for_are_refused() -> None:
     x, weights = torch.randn(64, 32).bfloat16(), torch.randn(2, 32, 32).bfloat16()
-    with pytest.raises(RuntimeError, match="128 pairs of tokens and experts do not fit into 127 rows"):
+    with pytest.raises(RuntimeError, match="128 token-expert pairs do not fit into 127 rows"):
         kernels.experts_forward(x, torch.rand(64, 2), torch.ones(64, 2, dtype=torch.bool), [weights, weights], 127)
 
 
 def test_numbers_of_another_type_are_refused_by_name() -> None:
     """C++ took any tensor for bfloat16, and read beyond its end."""
     x, weights = torch.randn(64, 32).bfloat16(), [torch.randn(2, 32, 32), torch.randn(2, 32, 32)]
-    with pytest.raises(RuntimeError, match="a tensor has numbers of another type than BFloat16"):
+    with pytest.raises(RuntimeError, match="a tensor's numbers do not have type BFloat16"):
         kernels.experts_forward(x, torch.rand(64, 2), torch.ones(64, 2, dtype=torch.bool), weights, kernels.NONE)
     with pytest.raises(RuntimeError, match="missing value for argument 'room'"):
         kernels.experts_forward(x, None, None, weights)  # type: ignore[call-arg]

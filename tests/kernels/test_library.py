@@ -193,7 +193,7 @@ def test_without_a_compiler_or_switched_off_nothing_is_tried(
 @pytest.mark.parametrize(
     ("multiplies", "environment", "reason"),
     [
-        (False, {}, "this processor does not multiply bfloat16"),
+        (False, {}, "this processor cannot multiply bfloat16"),
         (True, {VARIABLE: "0"}, "EXPERT_THRESHOLD_NATIVE=0"),
         (True, {"CXX": "no-such-compiler"}, "there is no C++ compiler no-such-compiler; install g++, or name one"),
     ],

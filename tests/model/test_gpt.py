@@ -290,10 +290,10 @@ def test_more_tokens_than_context_or_cache_are_refused_and_leave_the_cache_alone
 def test_a_cache_requires_one_sequence_per_selected_row_and_inference_without_gradients() -> None:
     model = small_model()
     cache, tokens = model.new_cache(3, 8), torch.zeros(2, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="batch of 2 sequences for 3 rows of the cache"):
+    with pytest.raises(ValueError, match="batch of 2 sequences does not match the cache's 3 rows"):
         model(tokens, cache=cache)
     for rows in ([0, 0], [0, 3], [-1, 0]):
-        with pytest.raises(ValueError, match="must be different ones from 0 to 2"):
+        with pytest.raises(ValueError, match="must be distinct and between 0 and 2"):
             cache.select(rows)
     with pytest.raises(ValueError, match="cache is for inference"):
         model.train()(tokens, cache=cache.select([0, 2]))

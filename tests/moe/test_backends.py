@@ -151,7 +151,7 @@ def test_rows_beyond_those_in_use_are_in_no_sum(surplus: int) -> None:
 
 def test_too_few_rows_are_refused_rather_than_dropped() -> None:
     assignment = torch.ones(3, 4, dtype=torch.bool)
-    with pytest.raises(RuntimeError, match="more pairs of tokens and experts than the 11 rows"):
+    with pytest.raises(RuntimeError, match="more token-expert pairs than the 11 rows"):
         BACKENDS["static"](torch.randn(3, 8), torch.rand(3, 4), assignment, Experts(4, 8, 12), rows=11)
 
 
@@ -287,7 +287,7 @@ def test_measuring_happens_while_a_graph_is_traced_and_not_in_it(monkeypatch: py
 
 def test_kernels_that_cannot_compute_say_why() -> None:
     given_case = case(fanout(6, EXPERTS, 2))
-    why = "computes in bfloat16 and not in torch.float32" if cpu.available() else "has no kernels here: "
+    why = "computes in bfloat16, not in torch.float32" if cpu.available() else "has no kernels here: "
     with pytest.raises(ValueError, match=f"dispatch='cpu' {why}"):
         BACKENDS["cpu"](*given_case[:4])
     with off(), pytest.raises(ValueError, match="dispatch='cpu' has no kernels here: they are switched off"):

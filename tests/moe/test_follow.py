@@ -369,7 +369,7 @@ def test_scores_that_are_not_finite_move_no_rule_and_are_reported(rule: Rule, va
     whole = row.clone()
     row[0] = value
     model(X).mean().backward()
-    with pytest.warns(UserWarning, match=r"scores of expert 2 in layers\.1\.router are not finite; this step moved no"):
+    with pytest.warns(UserWarning, match=r"scores of expert 2 in layers\.1\.router are not finite; this step"):
         optimizer.step()
     assert_all_equal(model.states(), before)
     row.copy_(whole)

@@ -199,7 +199,7 @@ def test_float64_is_refused_in_one_line() -> None:
 
 def test_on_a_cpu_another_dispatch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="needs a CUDA GPU and not 'cpu'; use dispatch='auto'"):
+    with pytest.raises(ValueError, match="needs a CUDA GPU, not 'cpu'; use dispatch='auto'"):
         padded(*case(fanout(4, EXPERTS, 2))[:4])
 
 

@@ -98,7 +98,7 @@ def test_normalised_gates_sum_to_their_scale_however_small_the_scores(gate: Gate
 @pytest.mark.parametrize("rule", [TokenChoice, QuantileBalancing])
 @pytest.mark.parametrize("gate", ["softmax_chosen", "sigmoid_normalised"])
 def test_one_normalised_gate_is_refused_since_it_is_constant(rule: type[Rule], gate: Gate) -> None:
-    with pytest.raises(ValueError, match=rf"gate={gate!r} of one expert per token is constant.*experts_per_token=2"):
+    with pytest.raises(ValueError, match=rf"gate={gate!r} is constant with one expert per token.*experts_per_token=2"):
         rule(EXPERTS, 1, gate=gate)  # type: ignore[call-arg]
 
 

@@ -264,7 +264,7 @@ def test_a_new_run_has_a_warmup_of_its_own_unless_it_continues_one(
     second = RunFolder.open(tmp_path / "second")
     assert second.load_checkpoint().tensors["model"]["blocks.1.moe.router.state_step"] == step
     assert second.config["continue_warmup"] is continue_warmup
-    told = "6 of 6 warmup steps are done" if continue_warmup else "its own warmup of 6 steps"
+    told = "6 of 6 warmup steps are done" if continue_warmup else "a new warmup of 6 steps starts"
     assert f"{tmp_path / 'first'}, step 8; the state of its rule is loaded" in shown.getvalue()
     assert told in shown.getvalue()
 

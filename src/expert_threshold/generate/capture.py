@@ -1,4 +1,4 @@
-"""Routing capture: generation returns what was routed where, for `replay` in training."""
+"""Routing capture: generation records which experts each token went to, for `replay` in training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .engine import Engine, Request
 
 class Generated(NamedTuple):
     text: str  # without the prompt
-    capture: Capture  # of the prompt and the text
+    capture: Capture  # covers the prompt and the text
 
 
 def generate_captured(
@@ -23,7 +23,7 @@ def generate_captured(
 ) -> list[Generated]:
     """Generate for all requests, `slots` at a time, and return each text with its routing.
 
-    Raises ValueError for an invalid request, or if a logit is not finite.
+    Raises ValueError if a request is invalid or a logit is not finite.
     """
     engine = Engine(model, tokenizer, slots=slots)
     active = [engine.add(request._replace(record=True, echo=True)) for request in requests]

@@ -1,7 +1,7 @@
 """Sequences that grow by a few tokens at a time, each in its own row of a cache.
 
-Two forwards append tokens to the same cache: `GPT.forward`, and where it can the C++ of `kernels/cpu/decode.cpp`, which
-does a whole step in one call. Every piece of the trunk is written in both; a test walks each option through them.
+Two forwards append tokens to the same cache: `GPT.forward` and, where it applies, the C++ in `kernels/cpu/decode.cpp`,
+which computes a whole step in one call. Both implement every piece of the trunk; a test runs each option through both.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LogitStats(NamedTuple):
 class Decoded(NamedTuple):
     """The results of appending tokens to sequences.
 
-    logits: (tokens asked for, vocab), float32; peaks: one for each row of them. Routing has all tokens and MoE layers:
-    scores (layers, tokens, num_scores), boolean assignment and gates (layers, tokens, experts), where gates of None are
-    σ(scores). assigned: token-expert pairs in total.
+    logits: (requested tokens, vocab), float32; peaks: one per row of logits. Routing covers all tokens and MoE layers:
+    scores (layers, tokens, num_scores), boolean assignment and gates (layers, tokens, experts); gates is None if they
+    are σ(scores). assigned: the total number of token-expert pairs.
     """
 
     logits: Tensor
@@ -54,7 +54,7 @@ class Decoded(NamedTuple):
 
     @classmethod
     def of(cls, output: Output, rule: Rule | None) -> Decoded:
-        """Build the record from a recorded forward without targets, of a model with that rule."""
+        """Build the record from a recorded forward without targets. rule: the model's."""
         assert output.logits is not None
         assert output.routings is not None
         logits = output.logits.flatten(0, 1)
@@ -87,11 +87,11 @@ class Decoded(NamedTuple):
 
 
 class Decoder:
-    """Appends tokens to sequences by `GPT.forward` with a cache, or by a kernel where there is one.
+    """Appends tokens to sequences with a kernel if there is one, else with `GPT.forward` and a cache.
 
-    Uses a snapshot of the model. rows: sequences at once; capacity: tokens per row. strict: a sequence gets the same
-    bits alone and in company. A kernel always guarantees that. Without one, a strict step computes row by row;
-    otherwise rounding depends on the number of rows and on how threads divide them.
+    Uses a snapshot of the model. rows: sequences at a time; capacity: tokens per row. strict: a sequence gets the same
+    bits alone and in a batch. A kernel always guarantees that. Without one, a strict step computes row by row;
+    otherwise, rounding depends on the number of rows and on how threads divide them.
     """
 
     def __init__(self, model: GPT, rows: int, capacity: int, *, strict: bool = False) -> None:
@@ -102,7 +102,7 @@ class Decoder:
         self._pasts = self._pasts_at(None)  # the snapshot never changes
 
     def open(self, row: int, rate: float | None = None) -> None:
-        """Begin an empty sequence in a row. rate: routed experts per token for this row; None is the model's rate."""
+        """Start an empty sequence in a row. rate: routed experts per token for this row; None uses the model's rate."""
         pasts = self._pasts if rate is None else self._pasts_at(rate)
         self.cache.begin(row, pasts)
         if self.kernel is not None:
@@ -112,15 +112,15 @@ class Decoder:
         return {layer: moe.router.past(rate) for layer, moe in self.model.moe_layers()}
 
     def close(self, row: int, *, wipe: bool = False) -> None:
-        """End a row's sequence. wipe: forget its keys and values, too, which must be done if they may not be finite:
-        attention gives those beyond a sequence's end a weight of 0, but 0 · NaN is NaN.
+        """End a row's sequence. wipe: also clear its keys and values. This is needed if they may not be finite, since
+        attention weights entries beyond a sequence's end with 0, but 0 · NaN is NaN.
         """
         self.cache.begin(row, {})
         if wipe:
             self.cache.held[:, row] = 0
 
     def read(self, row: int, tokens: Sequence[int], *, every: bool = False) -> Decoded:
-        """Append up to PREFILL tokens to a row's sequence; returns the logits of the last token, or of every one."""
+        """Append up to PREFILL tokens to a row's sequence; return the logits of the last token, or of every token."""
         count = len(tokens)
         assert 0 < count <= PREFILL, f"{count} tokens at once"
         self._require_room([row], count)
@@ -130,7 +130,7 @@ class Decoder:
         return self._forward([row], [tokens], last=not every)
 
     def step(self, tokens: Mapping[int, int]) -> Decoded:
-        """Append one token to the sequence of each given row; the result has one row for each, in ascending order."""
+        """Append one token to each given row's sequence; return one row of results for each, in ascending order."""
         rows = sorted(tokens)
         self._require_room(rows, 1)
         if self.kernel is not None:
@@ -162,13 +162,13 @@ class Decoder:
 
 
 class Kernel:
-    """Appends a few tokens to sequences in a cache, as `GPT.forward` does; same bits whichever rows share a batch.
+    """Appends a few tokens to cached sequences as `GPT.forward` does, with the same bits whatever shares the batch.
 
-    Holds a decoder in C++ with a model's weights, the thresholds of each row, and the cache.
+    Wraps a C++ decoder with the model's weights, each row's thresholds, and the cache.
     """
 
     most = 64
-    """Up to this many tokens of one row, it is faster than matrix products."""
+    """Up to this many tokens in one row, the kernel is faster than matrix products."""
 
     def __init__(self, model: GPT, cache: Cache) -> None:
         config = model.config
@@ -193,27 +193,27 @@ class Kernel:
             eps=torch.finfo(torch.float32).eps,
             softcap=config.softcap,
         )
-        weakref.finalize(self, decoder_destroy, self._decoder).atexit = False  # the process frees it
+        weakref.finalize(self, decoder_destroy, self._decoder).atexit = False  # at exit, the process frees it
         residual = _numbers(model.residual_scalars, config.layers, 1.0)
         skip = _numbers(model.skip_scalars, config.layers, 0.0)
         for block, *scalars in zip(model.blocks, residual, skip, strict=True):
             self._add(block, *scalars)
 
     def begin(self, row: int, pasts: Mapping[int, RoutingHistory]) -> None:
-        """Begin an empty sequence in a row; arguments as in `Cache.begin`."""
+        """Start an empty sequence in a row; arguments as in `Cache.begin`."""
         for layer, thresholds in self._thresholds.items():
             past = pasts[layer].thresholds
             assert past is not None
             thresholds[row] = past
 
     def append(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
-        """Compute each token at its place in a row of the cache, those of one row in order; logits from `first` on.
+        """Compute each token at its position in a row of the cache, each row's in order; logits start at `first`.
 
         Raises IndexError if a token is not in the vocabulary.
         """
         count = len(tokens)
         if not 0 <= min(tokens) <= max(tokens) < self._vocab:
-            raise IndexError(f"token ids {min(tokens)} to {max(tokens)} must lie from 0 to {self._vocab - 1}")
+            raise IndexError(f"token ids {min(tokens)} to {max(tokens)} must be between 0 and {self._vocab - 1}")
         threads = torch.get_num_threads() if count * self._work >= SHARED else 1
         logits, peaks, scores, assignment, assigned = decoder_append(
             self._decoder, list(tokens), list(rows), list(places), first, threads
@@ -263,7 +263,7 @@ class Kernel:
 
 
 def _numbers(scalars: Tensor | None, count: int, without: float) -> list[float]:
-    """Return a trunk's scalars; without any, `count` times the value that has no effect."""
+    """Return a trunk's scalars; if it has none, `count` copies of the value that has no effect."""
     numbers: list[float] = [without] * count if scalars is None else scalars.tolist()
     return numbers
 
@@ -273,8 +273,8 @@ def _weights(up: Tensor, gate: Tensor | None, down: Tensor) -> list[Tensor]:
 
 
 def kernel_of(model: GPT, cache: Cache) -> Kernel | None:
-    """Return the kernel for a snapshot of a model, or None where it does not apply: on another device or dtype, without
-    a compiler or switched off, to an adapted model, or unless the rule has sigmoid or softmax gates and either
+    """Return the kernel for a snapshot of a model, or None if it does not apply. It needs float32 or bfloat16 on a CPU,
+    a compiler, kernels switched on, a model without adapters, and a rule that has sigmoid or softmax gates and either
     thresholds or a biased top k.
     """
     if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16) or model.adapted:

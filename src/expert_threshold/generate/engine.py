@@ -31,12 +31,12 @@ class TokenRouting(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One token. text: the text it completes; a character split across tokens comes with the one that ends it.
+    """One token. text: the text it completes; a character split across tokens comes with the last of them.
 
-    logprob: nats, from the model itself, before temperature and top-k; None where no token precedes this one.
-    finish: None while more tokens follow, "stop" at the end of the document or at a stop string, "length" where
-    max_tokens or the context is used up. routing: one record per MoE layer, if recorded. top: the likeliest tokens at
-    this position with their logprobs, as many as the request asked for.
+    logprob: nats, from the model itself, before temperature and top-k; None if no token precedes this one.
+    finish: None while more tokens follow, "stop" at the end of the document or at a stop string, "length" once
+    max_tokens or the context is exhausted. routing: one record per MoE layer, if recorded. top: the likeliest tokens
+    at this position with their logprobs, as many as the request asked for.
     """
 
     token: int
@@ -50,10 +50,10 @@ class Step(NamedTuple):
 class Request(NamedTuple):
     """A prompt and its sampling parameters; `check` validates them.
 
-    temperature 0 takes the likeliest token; top_k=None and top_p=1 sample from all. The same seed gives the same
-    tokens; None draws a seed. stop: strings that end the text and are left out of it. tops: number of likeliest tokens
-    to report in each step. echo: make steps for the prompt's tokens too. record: report each token's routing. rate:
-    target for routed experts per token in every layer, for prompt and continuation; None keeps the model's own.
+    temperature 0 picks the likeliest token; top_k=None and top_p=1 sample from all tokens. The same seed gives the same
+    tokens; None draws a seed. stop: strings that end the text and are omitted from it. tops: number of likeliest tokens
+    to report in each step. echo: also make steps for the prompt's tokens. record: report each token's routing. rate:
+    target for routed experts per token in every layer, for prompt and continuation; None keeps the model's rate.
     """
 
     prompt: tuple[int, ...]
@@ -70,21 +70,21 @@ class Request(NamedTuple):
     rate: float | None = None
 
     def check(self, context: int) -> None:
-        """Raise ValueError for an option out of range, or for a prompt that leaves no room in the context."""
+        """Raise ValueError if an option is out of range, or if the prompt leaves no room in the context."""
         if self.max_tokens < 0:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 0")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature={self.temperature} must be at least 0 and finite; 0 takes the likeliest token"
+                f"temperature={self.temperature} must be at least 0 and finite; 0 picks the likeliest token"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1; None samples from all tokens")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 samples from all tokens")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed} must be a whole number from 0 to below 2**63; None draws one")
+            raise ValueError(f"seed={self.seed} must be a whole number from 0 to 2**63 - 1; None draws one")
         if not self.prompt:
-            raise ValueError("prompt has no tokens; give at least the one that opens a document")
+            raise ValueError("prompt has no tokens; give at least the token that opens a document")
         if len(self.prompt) + min(self.max_tokens, 1) > context:
             raise ValueError(
                 f"prompt of {len(self.prompt)} tokens leaves no room in the context of {context}; shorten it"
@@ -100,7 +100,7 @@ class Sampler:
         self._draw = sample if decoder.library() is None else decoder_sample
 
     def __call__(self, logits: Tensor) -> int:
-        """Draw a token id from logits (vocab,), float32 on the CPU. Raises ValueError if one is NaN."""
+        """Draw a token id from logits (vocab,), float32 on the CPU. Raises ValueError if any is NaN."""
         if self.temperature == 0:
             return int(logits.argmax())
         count = len(logits) if self.top_k is None else min(self.top_k, len(logits))
@@ -111,7 +111,7 @@ class Sampler:
 
 
 def _uniform(generator: torch.Generator) -> Iterator[float]:
-    """Yield uniform numbers in [0, 1), drawn 64 at a time, which costs little more than one."""
+    """Yield uniform numbers in [0, 1), drawn 64 at a time, which costs little more than drawing one."""
     while True:
         yield from torch.rand(64, dtype=torch.float64, generator=generator).tolist()
 
@@ -119,7 +119,7 @@ def _uniform(generator: torch.Generator) -> Iterator[float]:
 def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int:
     """Return the token at quantile `number` in [0, 1) of the `most` likeliest, reduced to the fewest that reach top_p.
 
-    Returns -1 if a logit is NaN. The same as `decoder_sample`, by PyTorch's operations.
+    Returns -1 if a logit is NaN. Equivalent to `decoder_sample`, but with PyTorch's operations.
     """
     likeliest, tokens = logits, None
     if most < len(logits) or top_p < 1:
@@ -128,14 +128,14 @@ def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: 
     sums = ((likeliest.double() - likeliest.max()) / temperature).exp().cumsum(0)
     if sums[-1].isnan():
         return -1
-    if top_p < 1:  # the fewest tokens that reach top_p, the last one included
+    if top_p < 1:  # the fewest tokens that reach top_p, including the last
         sums = sums[: int(torch.searchsorted(sums, top_p * sums[-1])) + 1]
     place = min(int(torch.searchsorted(sums, number * sums[-1], right=True)), len(sums) - 1)
     return place if tokens is None else int(tokens[place])
 
 
 class TextStream:
-    """Decodes tokens as they come. Text that may begin a stop string is held back until that is decided.
+    """Decodes tokens as they arrive. Text that may start a stop string is held back until more text decides.
 
     after: the bytes before this text, which may end inside a character.
     """
@@ -147,7 +147,7 @@ class TextStream:
         self._held = ""
 
     def push(self, content: bytes, final: bool) -> tuple[str, bool]:
-        """Return the text that can be shown now, and True if a stop string came."""
+        """Return the text that can be shown now, and True if it is followed by a stop string."""
         text = self._held + self._decoder.decode(content, final)
         places = [place for stop in self.stop if (place := text.find(stop)) >= 0]
         if places:
@@ -174,7 +174,7 @@ def ending(tokenizer: Tokenizer, request: Request) -> bytes:
 
 
 class TokenDistribution(NamedTuple):
-    """The distribution of the next token of a sequence: one row of logits (rows, vocab), and its peak."""
+    """The distribution of a sequence's next token: one row of logits (rows, vocab), and its peak."""
 
     of_all: Tensor
     row: int
@@ -182,7 +182,7 @@ class TokenDistribution(NamedTuple):
 
     @classmethod
     def of(cls, decoded: Decoded) -> list[TokenDistribution]:
-        """Return one record for each row of logits, on the CPU."""
+        """Return one record per row of logits, on the CPU."""
         logits = decoded.logits.cpu()
         return [cls(logits, row, peak) for row, peak in enumerate(decoded.peaks)]
 
@@ -209,8 +209,8 @@ class TokenDistribution(NamedTuple):
 
 
 class ActiveRequest:
-    """A request in progress. room: tokens that fit after its prompt; after: its `ending`. prompt: the steps of its
-    prompt's tokens, if echoed; steps: those generated so far. error: the reason why it finished too early, or None.
+    """A request in progress. room: tokens that fit after its prompt; after: its `ending`. prompt: the prompt's steps,
+    if echoed; steps: the steps generated so far. error: why it finished early, or None.
     """
 
     def __init__(self, request: Request, room: int, after: bytes) -> None:
@@ -239,8 +239,8 @@ class ActiveRequest:
 
 @dataclass
 class Counts:
-    """Totals of an engine. read, written: tokens of prompts and of generated texts. routed: tokens routed, counted once
-    per MoE layer; assignments: the token-expert pairs of those.
+    """An engine's totals. read, written: tokens of prompts and of generated texts. routed: tokens routed, counted once
+    per MoE layer; assignments: their token-expert pairs.
     """
 
     read: int = 0
@@ -255,12 +255,12 @@ class Counts:
 
 
 class Engine:
-    """Continuous batching: each request holds a row of the batch from when it joins until it is finished.
+    """Continuous batching: each request occupies a row of the batch from when it joins until it finishes.
 
-    A request's result depends on that request alone, since a token is routed by its own scores; with strict=True this
+    A request's result depends on that request alone, since a token is routed by its own scores; with strict=True, this
     holds to the last bit. slots: rows of the batch. capacity: tokens per row, by default the context. The engine copies
-    the model's weights once and never changes the model. dial: the largest rate that a request may ask for; None where
-    the rate is fixed.
+    the model's weights once and never changes the model. dial: the largest rate that a request may ask for; None if the
+    rate is fixed.
     """
 
     def __init__(
@@ -384,7 +384,7 @@ class Engine:
         request = writing.request
         opens = token == self.tokenizer.bos
         content = b"" if opens else self.tokenizer.decode_bytes([token])
-        last = len(writing.prompt) + 1 == len(request.prompt) and not writing.left  # otherwise the text goes on
+        last = len(writing.prompt) + 1 == len(request.prompt) and not writing.left  # otherwise more text follows
         text, _ = writing.prompt_text.push(content, final=opens or last)
         logprob, top = (None, ()) if known is None else (known.logprob(token), known.top(request.tops))
         return Step(token, text, logprob, None, _routing(decoded, i) if request.record else None, top)
@@ -427,7 +427,7 @@ def generate(
     record: bool = False,
     rate: float | None = None,
 ) -> Iterator[Step]:
-    """Continue a prompt: a text, which opens a document, or token ids, which are used as they are.
+    """Continue a prompt: a text, which opens a document, or token ids, which are used as is.
 
     Options are those of `Request`. The document ends where the model opens the next one; that step has a token but no
     text. Prompt and continuation together never exceed the context. The model is not changed, and its weights are read

@@ -11,7 +11,7 @@ from rich.text import Text
 from .engine import Step
 
 COLOURS = ("bright_black", "blue", "cyan", "green", "yellow", "bright_red", "bright_magenta")
-"""Colours for 0, 0.5, 1, … routed experts per layer, to the nearest; the last one covers all above."""
+"""Colours for 0, 0.5, 1, … routed experts per layer, rounded; the last one covers everything above."""
 
 LEGEND = Text.assemble(
     "routed experts per layer: ",
@@ -28,7 +28,7 @@ def printable(text: str) -> str:
 def render_routing(step: Step) -> Segment:
     """Return the step's text, coloured by its token's mean fanout over the layers; the step must be recorded.
 
-    A segment is printed as it is, where a `Text` would lose tabs and control characters.
+    A segment is printed as is; a `Text` would lose tabs and control characters.
     """
     assert step.routing is not None, "only steps of generate(..., record=True) have a routing"
     fanout = sum(len(layer.experts) for layer in step.routing) / max(len(step.routing), 1)

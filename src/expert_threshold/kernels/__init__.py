@@ -1,7 +1,7 @@
 """Kernels in C++ (`cpu`) and Triton (`gpu`), behind Python functions and operators.
 
-Here are the switch of the C++ kernels, which are on by default, the definition of their operators, and what layers and
-kernels share that choose the dtype of their products themselves or write their own derivatives.
+This module contains the switch for the C++ kernels, which are on by default, the definition of their operators, and
+helpers for layers and kernels that choose the dtype of their products or write their own derivatives.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _off = False
 
 
 def forbidden() -> str | None:
-    """Return the environment setting that forbids building and loading kernels; None if there is none."""
+    """Return the environment setting that forbids building and loading kernels, or None."""
     return f"{VARIABLE}=0" if os.environ.get(VARIABLE) == "0" else None
 
 
 def switched_off() -> str | None:
-    """Return why kernels are off, by the environment or `off`; None if they are on."""
+    """Return why the environment or `off` disables kernels; None if they are on."""
     return "they are switched off" if _off else forbidden()
 
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Replace kernels by PyTorch's operations, for comparison; decoders made before keep their kernels."""
+    """Replace kernels with PyTorch's operations, for comparison; existing decoders keep their kernels."""
     global _off
     before, _off = _off, True
     try:
@@ -43,24 +43,24 @@ def off() -> Iterator[None]:
 
 
 def no_autocast(x: Tensor) -> torch.autocast:
-    """Return a context that switches autocast off on the device of x."""
+    """Return a context that disables autocast on the device of x."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Return x in the dtype in which `nn.Linear` would multiply it; without autocast x itself."""
+    """Return x in the dtype in which `nn.Linear` would multiply it; without autocast, x itself."""
     casts = x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
     return x.to(torch.get_autocast_dtype(x.device.type)) if casts else x
 
 
 class _NoBackward:
-    """Takes the place of a function's context where no backward follows."""
+    """Stands in for a function's context where no backward follows."""
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 def apply(function: type[Function], *arguments: Any) -> Any:
-    """Return function.apply(*arguments); without gradients its forward alone, which costs less for a few rows."""
+    """Return function.apply(*arguments); without gradients, call only its forward, which is cheaper for a few rows."""
     if torch.is_grad_enabled():
         return function.apply(*arguments)
     return function.forward(_NoBackward(), *arguments)
@@ -73,10 +73,10 @@ def refuse_second_derivative() -> None:
 
 
 def operator(*mutates: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Turn a function into the operator `expert_threshold::NAME`, NAME and schema being those of the function.
+    """Turn a function into the operator `expert_threshold::NAME`, with the function's name and signature.
 
-    Its body returns tensors without data to torch's tracer, of the shapes that C++ returns them in. mutates: the
-    arguments that C++ changes.
+    Its body serves torch's tracer and returns tensors without data, in the shapes that C++ returns. mutates: the
+    arguments that C++ modifies.
     """
 
     def define(fake: Callable[P, R]) -> Callable[P, R]:

@@ -1,4 +1,4 @@
-"""Nonlinearities of feed-forwards with derivatives, for layers and kernels that write their own backward."""
+"""Feed-forward nonlinearities and their derivatives, for layers and kernels that write their own backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ActivationName = Literal["relu2", "swiglu"]
 
 
 class Activation(NamedTuple):
-    """A nonlinearity on pre-activations h (…, rows, width · d_expert), and its derivative, both without autograd.
+    """A nonlinearity on pre-activations h (…, rows, width · d_expert) and its derivative, both without autograd.
 
     keep(h) returns what backward needs and may overwrite h; value(kept) returns the activation a; slope(kept, da)
     returns the gradient of h divided by `scale`, a factor cheaper to apply where rows are narrow, and may overwrite da.
@@ -27,7 +27,7 @@ class Activation(NamedTuple):
     slope: Callable[[Tensor, Tensor], Tensor]
 
     def __reduce__(self) -> tuple[Callable[[str], Activation], tuple[ActivationName]]:
-        return activation_named, (self.name,)  # so that a module that holds it can be pickled
+        return activation_named, (self.name,)  # so that modules that hold it can be pickled
 
 
 def _swiglu(h: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_named(name: str) -> Activation:
-    """Return the activation of that name. Raises ValueError if there is none."""
+    """Return the activation with that name. Raises ValueError if there is none."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} is unknown; use one of {', '.join(get_args(ActivationName))}")
     return ACTIVATIONS[name]

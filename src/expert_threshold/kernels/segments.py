@@ -1,4 +1,4 @@
-"""The rows of all experts in one buffer, each expert's contiguous; shapes depend only on the arguments' shapes."""
+"""All experts' rows in one buffer, each expert's rows contiguous; shapes depend only on the arguments' shapes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Segments(NamedTuple):
     pair: Tensor  # (rows,) token · experts + expert; tokens · experts in padding
     ends: Tensor  # (experts,) int32, where each segment ends
     by_token: Tensor  # (rows,) the rows in use, ordered by token; then padding
-    of_token: Tensor  # (tokens + 1,) where each token's rows begin in `by_token`; last the number of rows in use
+    of_token: Tensor  # (tokens + 1,) where each token's rows start in `by_token`; last, the number of rows in use
 
 
 def segments(assignment: Tensor, rows: int | None) -> Segments:
     """Return the pairs of assignment (tokens, experts) bool, by expert, then token, in a buffer of `rows` rows.
 
-    rows=None counts them, which waits for the device; while a compiler traces, it allows for every possible pair.
+    rows=None counts them, which waits for the device; while a compiler traces, it makes room for every possible pair.
     Raises RuntimeError, on CUDA asynchronously, if there are more pairs than rows.
     """
     if rows is None:
@@ -30,7 +30,7 @@ def segments(assignment: Tensor, rows: int | None) -> Segments:
     ends, fanout = assignment.sum(0).cumsum(0), assignment.sum(1).cumsum(0)
     if tokens and experts:
         torch._assert_async(
-            (ends[-1] <= rows), f"more pairs of tokens and experts than the {rows} rows they were given"
+            (ends[-1] <= rows), f"more token-expert pairs than the {rows} rows that were allocated for them"
         )
     expert, token = assignment.T.nonzero_static(size=rows, fill_value=-1).unbind(1)
     padding = token < 0

@@ -1,13 +1,13 @@
 """The language model.
 
-Dimensions, by the words that docstrings use:
+Dimension names used in docstrings:
 
-    batch, time       sequences and their tokens; time is at most the context
+    batch, time       sequences, and tokens in a sequence; time is at most the context
     d_model           width of the residual stream, heads · head_dim
-    heads, kv_heads   of queries, and of keys and values, each of which serves heads / kv_heads of them
-    vocab             tokens that there are: logits are (batch, time, vocab)
-    layers            blocks; MoE layers are those after the dense ones
-    rows              sequences in a cache, of capacity tokens each
+    heads, kv_heads   query heads, and key-value heads, each of which serves heads / kv_heads query heads
+    vocab             tokens in the vocabulary: logits are (batch, time, vocab)
+    layers            blocks; MoE layers follow the dense layers
+    rows              sequences in a cache, each with room for `capacity` tokens
 """
 
 from ..moe import Observation, Routing, Rule

@@ -20,12 +20,12 @@ from .presets import VALUE_GATE_CHANNELS
 
 
 class Cache:
-    """The past of sequences, one in each row: keys and values of every layer, and what routing needs of it.
+    """The past of sequences, one per row: every layer's keys and values, and what routing needs.
 
-    Rows have lengths of their own. A forward appends its i-th sequence to the i-th of the selected rows, which are all
-    rows at first, and `GPT` advances their lengths. Kernels read and write `held` in this layout, which has one more
-    place than tokens: with key offset, a token writes the slow half of its key into the next place. smeared: width of
-    `last`, each row's last embedding, zeros before its first; 0 for a model without smear.
+    Each row has its own length. A forward appends its i-th sequence to the i-th selected row, and `GPT` advances the
+    lengths; all rows are selected at first. Kernels read and write `held` in this layout, which has one position more
+    than capacity: with key offset, a token writes the slow half of its key to the next position. smeared: width of
+    `last`, each row's last embedding, which is zeros before the first token; 0 for a model without smear.
     """
 
     def __init__(
@@ -51,24 +51,24 @@ class Cache:
         return self.held.shape[2] - 1
 
     def select(self, rows: Sequence[int]) -> Cache:
-        """Return this cache with other rows selected; what is appended to one is appended to both.
+        """Return this cache with other rows selected; appending to either appends to both.
 
-        Raises ValueError for a row that is given twice or does not exist.
+        Raises ValueError if a row is given twice or does not exist.
         """
         if len(set(rows)) < len(rows) or not all(0 <= row < len(self.lengths) for row in rows):
-            raise ValueError(f"rows {list(rows)} must be different ones from 0 to {len(self.lengths) - 1}")
+            raise ValueError(f"rows {list(rows)} must be distinct and between 0 and {len(self.lengths) - 1}")
         selected = copy(self)
         selected.rows = rows
         return selected
 
     def begin(self, row: int, pasts: Mapping[int, RoutingHistory]) -> None:
-        """Begin an empty sequence in a row. pasts: `Router.past` of each MoE layer."""
+        """Start an empty sequence in a row. pasts: `Router.past` of each MoE layer."""
         self.lengths[row] = 0
         self.last[row] = 0
         self._pasts[row] = dict(pasts)
 
     def copies(self, rows: Sequence[int], capacity: int) -> Cache:
-        """Return a cache of another capacity whose i-th row holds a copy of the sequence in rows[i]."""
+        """Return a cache with the given capacity whose i-th row holds a copy of the sequence in rows[i]."""
         layers, _, _, _, kv_heads, head_dim = self.held.shape
         smeared, dtype, device = self.last.shape[1], self.held.dtype, self.held.device
         other = Cache(layers, len(rows), kv_heads, capacity, head_dim, dtype, device, smeared)
@@ -81,13 +81,13 @@ class Cache:
         return other
 
     def pasts(self, layer: int) -> list[RoutingHistory]:
-        """Return what the selected rows' next tokens are routed by in a layer."""
+        """Return the histories by which a layer routes the selected rows' next tokens."""
         pasts = [(row, self._pasts[row].get(layer, RoutingHistory())) for row in self.rows]
         # A forward that failed may have appended scores of tokens that were never counted.
         return [p if p.scores is None else p._replace(scores=p.scores[: self.lengths[row]]) for row, p in pasts]
 
     def append_scores(self, layer: int, scores: Tensor) -> None:
-        """Append router scores (rows, time, num_scores) to those of the selected rows."""
+        """Append router scores (rows, time, num_scores) to the selected rows' histories."""
         for row, past, new in zip(self.rows, self.pasts(layer), scores, strict=True):
             so_far = new if past.scores is None else torch.cat((past.scores, new))
             self._pasts[row][layer] = past._replace(scores=so_far)
@@ -99,9 +99,9 @@ class Cache:
 
 
 class CacheSlice:
-    """The places in a cache where one forward appends `time` tokens to each selected row.
+    """The part of a cache where one forward appends `time` tokens to each selected row.
 
-    positions: (rows, time) in the sequences; end: the length of the longest of them afterwards.
+    positions: (rows, time), positions in the sequences; end: the length of the longest sequence afterwards.
     """
 
     def __init__(self, cache: Cache, time: int) -> None:
@@ -120,8 +120,8 @@ class CacheSlice:
         self._rows: slice | Tensor = slice(first, last + 1) if neighbours else rows  # a slice is not copied
 
     def mask(self, window: int | None) -> Tensor | None:
-        """Return what is added to attention scores (…, time, end), or None if every token attends to all keys up to its
-        own. window: the number of tokens before its own that a token attends to; None for all.
+        """Return the mask to add to attention scores (…, time, end), or None if every token attends to all keys up to
+        its own. window: the number of earlier tokens that a token attends to; None for all.
         """
         if window not in self._masks:
             self._masks[window] = self._mask(window)
@@ -136,16 +136,16 @@ class CacheSlice:
         return _mask(positions, torch.arange(self.end, device=positions.device), window, self.cache.held.dtype)
 
     def last(self) -> Tensor:
-        """Return the embedding (rows, d_model) of each row's token before these, zeros before its first."""
+        """Return the embeddings (rows, d_model) of each row's preceding token, or zeros before its first token."""
         return self.cache.last[self._chosen]
 
     def keep_last(self, embedded: Tensor) -> None:
-        """Keep the last of these embeddings (rows, time, d_model) of each row for the next forward's `last`."""
+        """Keep each row's last embedding, from (rows, time, d_model), for the next forward's `last`."""
         if embedded.shape[1]:
             self.cache.last[self._chosen] = embedded[:, -1]
 
     def append(self, layer: int, keys: Tensor, values: Tensor, key_offset: bool = False) -> tuple[Tensor, Tensor]:
-        """Append (rows, kv_heads, time, head_dim) to what `layer` holds; return the first `end` of each row.
+        """Append (rows, kv_heads, time, head_dim) to the cache of `layer`; return the first `end` of each row.
 
         key_offset: return keys as `delay` does.
         """
@@ -163,9 +163,7 @@ class CacheSlice:
 
 
 def _mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return what is added to attention scores: −∞ where a key's position is later than a query's or beyond its window,
-    else 0.
-    """
+    """Return the mask to add to attention scores: −∞ if a key is later than a query or outside its window, else 0."""
     hidden = keys > queries
     if window is not None:
         hidden |= keys < queries - window
@@ -180,7 +178,7 @@ def rotary(positions: Tensor, head_dim: int, base: float = 10_000.0, scale: floa
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of x (…, time, head_dim) against each other by the positions' angles (RoPE). No gradient."""
+    """Rotate the halves of x (…, time, head_dim) by the positions' angles (RoPE), outside autograd."""
     y = x.new_empty(x.shape)
     (a, b), (out_a, out_b) = x.chunk(2, -1), y.chunk(2, -1)
     torch.mul(a, cos, out=out_a).addcmul_(b, sin)
@@ -189,16 +187,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _inverse_rms(x: Tensor) -> Tensor:
-    """Return 1 / √(mean x² + ε) over the last dimension, which is kept; float32."""
+    """Return 1 / √(mean x² + ε) over the last dimension, which is kept, in float32."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     mean_squares: Tensor = norms.square_().div_(x.shape[-1])
     return mean_squares.add_(torch.finfo(torch.float32).eps).rsqrt_()
 
 
 class _Norm(torch.autograd.Function):
-    """x / rms(x), rotated by cos and sin if they are given; saves only the input and one number per row.
+    """x / rms(x), rotated by cos and sin if given; saves only the input and one number per row.
 
-    The rotary table may scale; a rotation preserves length, so the norm can wait.
+    Rotation preserves length, so the norm can come last. The rotary table may include a scale.
     """
 
     @staticmethod
@@ -212,7 +210,7 @@ class _Norm(torch.autograd.Function):
         refuse_second_derivative()
         x, scale, *table = ctx.saved_tensors
         dy = rotate(dy, table[0], -table[1]) if table else dy.clone()
-        # Of y = x · scale it is scale · (dy − y · mean(dy · y)).
+        # For y = x · scale, the gradient is scale · (dy − y · mean(dy · y)).
         along = (dy * x).sum(-1, keepdim=True, dtype=torch.float32) / x.shape[-1]
         dx = dy.addcmul_(x, (along * scale.square()).to(x.dtype), value=-1).mul_(scale)
         return dx, *(None for _ in table)
@@ -238,8 +236,8 @@ def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def halves(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of the channels of keys (…, head_dim) that rotate fast, and of the ⌊head_dim / 4⌋ pairs that rotate
-    slowest, as (…, 2, pairs).
+    """Return two views of keys (…, head_dim), both (…, 2, pairs): the channels that rotate fast, and the ⌊head_dim / 4⌋
+    pairs that rotate slowest.
     """
     pairs = keys.shape[-1] // 2
     fast, slow = keys.unflatten(-1, (2, pairs)).split((pairs - pairs // 2, pairs // 2), -1)
@@ -247,10 +245,10 @@ def halves(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def delay(keys: Tensor) -> Tensor:
-    """Return keys (…, time, head_dim), rotated, whose slow half is the previous token's; zeros for the first.
+    """Replace the slow half of rotated keys (…, time, head_dim) by the previous token's, or zeros for the first token.
 
-    A query then finds a token by what came before it, in one layer ("partial key offset" in modded-nanogpt, pull
-    request 169).
+    A query then finds a token by what preceded it, within one layer ("partial key offset", pull request 169 of
+    modded-nanogpt).
     """
     fast, slow = halves(keys)
     return torch.cat((fast, F.pad(slow[..., :-1, :, :], (0, 0, 0, 0, 1, 0))), -1).flatten(-2)
@@ -260,10 +258,10 @@ QUERIES_PER_BLOCK = 256
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Causal softmax(q kᵀ / √head_dim) v, in blocks of queries that each meet only the keys before their end and within
-    the window of their first; saves the probabilities. q, k, v: (batch · heads, time, head_dim).
+    """Causal softmax(q kᵀ / √head_dim) v, saving the probabilities. q, k, v: (batch · heads, time, head_dim).
 
-    Used for bfloat16 on CPUs without our kernels, where torch's fused attention is slower; in float32 it is faster.
+    Each block of queries uses only the keys up to its end, from the first query's window on. Used for bfloat16 on CPUs
+    without our kernels, where torch's fused attention is slower; in float32, torch's is faster.
     """
 
     @staticmethod
@@ -299,7 +297,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""The kernels that take a growing cache as it is; cuDNN, torch's first choice on Hopper, plans for every new length."""
+"""Kernels that accept a growing cache as is. cuDNN, torch's first choice on Hopper, would plan for every new length."""
 
 
 def attend(
@@ -311,9 +309,9 @@ def attend(
     *,
     grows: bool = False,
 ) -> Tensor:
-    """Return attention (batch, heads, time, head_dim); k and v may have fewer heads. Without a mask it is causal, each
-    query attends to `window` keys before its own, None for all, and a single query to every key. grows: the number of
-    keys is another at every call.
+    """Return attention (batch, heads, time, head_dim); k and v may have fewer heads. Without a mask, attention is
+    causal: each query attends to `window` keys before its own, or to all if None; a single query attends to every key.
+    grows: the number of keys changes with every call.
     """
     causal = mask is None and q.shape[2] > 1
     if q.is_cpu and q.dtype == torch.bfloat16 and causal:
@@ -332,13 +330,13 @@ def attend(
 
 
 def has_flash(q: Tensor) -> bool:
-    """Return True if PyTorch's flash attention computes queries (…, head_dim) on this device."""
+    """Return True if PyTorch's flash attention supports queries (…, head_dim) on this device."""
     narrow = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return q.is_cuda and narrow and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _within_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Return causal attention in which a query attends to `window` keys before its own; no others are computed."""
+    """Return causal attention in which a query attends to `window` keys before its own, computing no others."""
     from torch.nn.attention.varlen import varlen_attn
 
     batch, heads, time, _ = q.shape
@@ -346,12 +344,12 @@ def _within_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     begins = torch.arange(0, (batch + 1) * time, time, dtype=torch.int32, device=q.device)
     y = varlen_attn(q, k, v, begins, begins, time, time, window_size=(window, 0))
-    assert isinstance(y, Tensor)  # alone, where nothing more was asked for
+    assert isinstance(y, Tensor)  # not a tuple, since nothing else was requested
     return y.view(batch, time, heads, -1).transpose(1, 2)
 
 
 class _AddToLast(torch.autograd.Function):
-    """x (…, n) with y (…, m) added to its last m channels, in place; autograd's own derivative copies x."""
+    """Adds y (…, m) to the last m channels of x (…, n) in place; autograd's own derivative would copy x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -368,8 +366,8 @@ class _AddToLast(torch.autograd.Function):
 class Attention(nn.Module):
     """Multi-head attention; kv_heads < heads is grouped-query attention.
 
-    window: the number of tokens before its own that a token attends to; None for all. vocab_size: that of a table of
-    value embeddings; None for no table. key_offset: half of each key is the previous token's, see `delay`.
+    window: the number of earlier tokens that a token attends to; None for all. vocab_size: rows of the table of value
+    embeddings; None for no table. key_offset: half of each key comes from the previous token, see `delay`.
     """
 
     def __init__(
@@ -399,8 +397,8 @@ class Attention(nn.Module):
         self._joined: Tensor | None = None
 
     def joined(self, *, keep: bool = False) -> Tensor:
-        """Return the weights of queries, keys and values as one matrix. keep: later calls return it, without gradients;
-        for weights that no longer change.
+        """Return the weights of queries, keys and values as one matrix. keep: for weights that no longer change; later
+        calls return the same matrix, without gradients.
         """
         if self._joined is not None:
             return self._joined
@@ -412,8 +410,8 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, span: CacheSlice | None, layer: int, tokens: Tensor | None = None
     ) -> Tensor:
-        """Return the attention of x (batch, time, d_model), appended to a cache if there is a span; cos, sin: its
-        rotary table; tokens: (batch, time) int64, which value embeddings need.
+        """Return the attention of x (batch, time, d_model), appending keys and values to the cache if there is a span.
+        cos, sin: the rotary table of x; tokens: (batch, time) int64, needed by value embeddings.
         """
         projections = self.query, self.key, self.value
         if plain(*projections):

@@ -1,4 +1,4 @@
-"""Measures cutoffs and the sketch of scores on text, without training."""
+"""Measures cutoffs and score sketches on text, without training."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def calibrate(
     experts_per_token: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Observation, ...]:
-    """Set every layer's cutoffs to the mean over batches, each a pool of expert choice, in one pass; return the
+    """Set every layer's cutoffs to the mean over batches, each a pool of expert choice, in one pass. Returns the
     observations.
 
-    batches: tokens and the targets that follow them, (batch, time) int64 each; windows from all over the text, as from
-    a loader, make better pools. Weights and the count of optimizer steps do not change; if training continues, its
-    running means start from the measured cutoffs. experts_per_token: the rate; None is the rule's. progress receives
-    the number of batches done. Raises ValueError, with cutoffs unchanged, if there are no batches, a batch is too small
-    for one token per expert, or scores are not finite.
+    batches: tokens and the targets that follow them, (batch, time) int64 each; windows from all over the text, as a
+    loader yields them, make better pools. Weights and step counts do not change; if training continues, its running
+    means start from the measured cutoffs. experts_per_token: the rate; None uses the rule's. progress receives the
+    number of batches done. Raises ValueError, with cutoffs unchanged, if there are no batches, a batch is too small for
+    one token per expert, or scores are not finite.
     """
     rule = model.config.rule
     assert rule is not None

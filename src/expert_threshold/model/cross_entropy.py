@@ -11,20 +11,20 @@ from torch import Tensor
 from ..kernels import gpu, refuse_second_derivative
 from ..kernels.cpu.blocks import override
 
-# Logits per chunk, few enough for a CPU's cache, enough to fill a GPU: in float32 in three copies, or in the kernel's
-# bfloat16 once, where fewer chunks add to the head's gradient less often.
+# Logits per chunk: few enough for a CPU's cache, but enough to fill a GPU. They exist three times in float32, or once
+# in the kernel's bfloat16, where fewer chunks also mean fewer additions to the head's gradient.
 LOGITS_PER_CHUNK = {"cpu": 1 << 20, "gpu": 1 << 26, "kernel": 1 << 29}
 
 
 class CrossEntropy(NamedTuple):
-    """mean: the differentiable mean over tokens whose target is not -1; token_losses: (tokens,), without gradient."""
+    """mean: the differentiable mean over tokens whose target is not -1. token_losses: (tokens,), without gradient."""
 
     mean: Tensor
     token_losses: Tensor
 
 
 def softcap_logits(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap · tanh(logits / softcap) in float32; None is off."""
+    """Return softcap · tanh(logits / softcap) in float32; None disables the softcap."""
     logits = logits.float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -38,7 +38,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> CrossEntropy:
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> CrossEntropy:
     """Return cross-entropy in nats of the head `weight` (vocab, d_model) on x (tokens, d_model); targets: (tokens,).
 
-    Targets of -1 are ignored. Gradients are computed with the logits of each chunk, so that memory does not grow with
+    Targets of -1 are ignored. Gradients are computed along with each chunk's logits, so that memory does not grow with
     tokens × vocab.
     """
     with_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -54,7 +54,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
 def _cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses (tokens,) and the gradients of their sum, up to `_slopes`; empty ones without `with_gradient`.
+    """Return losses (tokens,) and the gradients of their sum, up to `ctx.slopes`, or empty without `with_gradient`.
 
     With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ minus a constant, which cancels in a softmax; the
     derivative is 4 σ (1 − σ). So one exponential suffices where tanh needs several.
@@ -94,9 +94,9 @@ def _cross_entropy(
 def _softmax_slopes(
     logits: Tensor, wanted: Tensor, losses: Tensor, softcap: float | None, with_gradient: bool, buffers: list[Tensor]
 ) -> None:
-    """Write the losses (rows,) of logits (rows, vocab), and their slopes over the logits if `with_gradient`.
+    """Write the losses (rows,) of logits (rows, vocab); if `with_gradient`, replace the logits by their slopes.
 
-    buffers: three of float32, of as many rows or more.
+    buffers: three of float32, each with at least as many rows.
     """
     sigma, scores, shares = (buffer[: len(logits)] for buffer in buffers)
     scores.copy_(logits)
@@ -115,7 +115,7 @@ def _softmax_slopes(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left right to the total, in the total's precision where the GPU multiplies narrower numbers."""
+    """Add left @ right to the total, accumulating in float32 where the GPU multiplies narrower numbers."""
     if left.is_cuda and left.dtype != total.dtype == torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:

@@ -43,90 +43,88 @@ KeyOffset = Literal["last", "all"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The model's options. rule=None is a dense model: every layer has a feed-forward of width d_feed_forward.
+    """The model's options. rule=None makes a dense model: every layer has a feed-forward of width d_feed_forward.
 
     Raises ValueError if an option is invalid or options contradict each other.
     """
 
     vocab_size: Count = option(65536, "Tokens in the vocabulary.")
-    context: Count = option(2048, "Tokens in a sequence.")
+    context: Count = option(2048, "Maximum number of tokens in a sequence.")
     layers: Annotated[int, Bounds(least=1, most=1_000)] = option(12, "Transformer layers.")
-    d_model: Count = option(
-        768, "Width of the model. Other widths of a preset keep their proportion to it unless they are set."
-    )
+    d_model: Count = option(768, "Width of the model. A preset's other widths scale in proportion unless they are set.")
     heads: Count = option(6, "Attention heads.")
-    kv_heads: Count = option(6, "Key-value heads. Fewer than heads give grouped-query attention.")
+    kv_heads: Count = option(6, "Key-value heads. Fewer than heads means grouped-query attention.")
     d_expert: Count = option(1536, "Hidden width of an expert.")
     d_feed_forward: Count = option(3072, "Hidden width of dense layers.")
-    shared_experts: NonNegativeInt = option(1, "Experts that process every token.")
+    shared_experts: NonNegativeInt = option(1, "Number of experts that process every token.")
     dense_layers: NonNegativeInt = option(1, "Number of leading layers without experts.")
-    softcap: ClassVar[float] = 15.0  # bounds the logits to ± this value; the paper's, nanochat's and the release's
-    # The rule that turns scores into an assignment; None is dense.
+    softcap: ClassVar[float] = 15.0  # bounds logits to ± this value, in the paper, nanochat and the release
+    # The rule that turns scores into an assignment; None for a dense model.
     rule: Rule | None = ExpertThreshold()  # noqa: RUF009  a frozen record
-    gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout. none switches it off.")
+    gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout. none disables this.")
     activation: ActivationName = option("relu2", "Activation of the feed-forwards.")
-    z_loss: NonNegative | None = option(None, "Strength of the router z-loss. none switches it off.")
+    z_loss: NonNegative | None = option(None, "Strength of the router z-loss. none disables it.")
     initialization: Initialization = option(
-        "paper", "Distribution of the initial weights. It has no effect on a trained model."
+        "paper", "Distribution of the initial weights. Has no effect on a trained model."
     )
     value_embeddings: ValueEmbeddings | None = option(
         None,
-        "Layers whose values gain a learned, gated vector of their token. alternate is every other layer and the "
-        "last. Omit for no layer.",
+        "Layers that add a learned, gated vector of each token to its value. alternate means every other layer, "
+        "including the last. Omit for none.",
     )
-    residual_scalars: bool = option(False, "Scale the residual stream before each layer by a learned number.")
-    skip_scalars: bool = option(False, "Add the first layer's input, times a learned number, before each layer.")
-    smear: bool = option(False, "Add part of the previous token's embedding to each token's, gated.")
+    residual_scalars: bool = option(False, "Scale the residual stream by a learned number before each layer.")
+    skip_scalars: bool = option(False, "Add the first layer's input, times a learned number, to each layer's input.")
+    smear: bool = option(False, "Add a gated part of the previous token's embedding to each token's embedding.")
     backout: bool = option(False, "Subtract the middle layer's output, times a learned number, before the head.")
     qk_scale: Annotated[float, Bounds(above=0, most=100)] = option(
-        1.0, "Factor of queries and of keys after their norm. Values above 1 sharpen attention."
+        1.0, "Scale of queries and keys after their norm. Values above 1 sharpen attention."
     )
     rotary_base: Annotated[float, Bounds(above=1, most=10**12)] = option(
-        10_000.0, "Base of the wavelengths of rotary embeddings."
+        10_000.0, "Base of the rotary embeddings' wavelengths."
     )
     key_offset: KeyOffset | None = option(
         None,
-        "Layers in which the half of each key that rotates slowest is taken from the previous token, so that one "
-        "layer finds what followed a token. Omit for no layer.",
+        "Layers that take the slowest-rotating half of each key from the previous token, so that a single layer can "
+        "find what followed a token. Omit for none.",
     )
     windows: str | None = option(
         None,
-        "Sliding-window pattern by layer, such as SSSL, repeated. L attends to all tokens and S to a window; the last "
-        "layer is always L. Defaults to L everywhere.",
+        "Sliding-window pattern, such as SSSL, repeated over the layers. L attends to all tokens, S to a window. The "
+        "last layer is always L. Defaults to L everywhere.",
     )
     short_window: Count | None = option(
         None,
-        "Tokens before its own that a token attends to in an S layer. Defaults to a quarter of the context, rounded "
+        "Number of earlier tokens that a token attends to in an S layer. Defaults to a quarter of the context, rounded "
         "up to a multiple of 128.",
     )
     dispatch: DispatchName = option(
         "auto",
-        "Backend of the experts. auto is measured in training on a GPU, cpu if there are kernels for the "
-        "processor, else grouped.",
+        "Backend that computes the experts. auto chooses by measurement in training on a GPU; otherwise cpu if the "
+        "processor has kernels, else grouped.",
     )
 
     def __post_init__(self) -> None:
         require_valid(GPTConfig, vars(self))
         if self.d_model % self.heads or (self.d_model // self.heads) % 2:
-            raise ValueError(f"heads={self.heads} must divide d_model={self.d_model} into heads of an even width")
+            raise ValueError(f"heads={self.heads} must divide d_model={self.d_model} into heads of even width")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.key_offset is not None and self.d_model // self.heads < 4:
             raise ValueError(
-                f"key_offset={self.key_offset!r} needs heads of a width of at least 4; heads={self.heads} gives 2"
+                f"key_offset={self.key_offset!r} needs heads of width 4 or more; heads={self.heads} gives 2"
             )
         if self.dense_layers > self.layers:
             raise ValueError(f"dense_layers={self.dense_layers} must be at most layers={self.layers}")
         if self.windows is not None and not set(self.windows) <= set("SL"):
-            raise ValueError(f"windows={self.windows!r} must be a pattern of S and L such as SSSL; None is all L")
+            raise ValueError(f"windows={self.windows!r} must be a pattern of S and L such as SSSL; None means all L")
         if self.short_window is not None and "S" not in (self.windows or ""):
-            raise ValueError(f"short_window={self.short_window} needs short layers; give windows, such as SSSL")
+            raise ValueError(f"short_window={self.short_window} needs short layers; set windows, such as SSSL")
         if self.rule is not None:
             require_rule(self.rule)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:
-        """Return the preset of that name, with changes. Raises ValueError if there is none."""
+        """Return the preset with that name, with changes. Raises ValueError if there is none."""
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
         return cls(**(PRESETS[name] | changes))
@@ -137,11 +135,11 @@ class GPTConfig:
         return alternates or self.value_embeddings == "all"
 
     def has_key_offset(self, layer: int) -> bool:
-        """Return True if half of each of the layer's keys is the previous token's."""
+        """Return True if half of each key in the layer comes from the previous token."""
         return self.key_offset == "all" or (self.key_offset == "last" and layer == self.layers - 1)
 
     def window(self, layer: int) -> int | None:
-        """Return the number of tokens before its own that a token sees in the layer; None for all."""
+        """Return the number of earlier tokens that a token sees in the layer; None for all."""
         if self.windows is None or layer == self.layers - 1 or self.windows[layer % len(self.windows)] == "L":
             return None
         return 128 * math.ceil(self.context / 512) if self.short_window is None else self.short_window
@@ -153,9 +151,9 @@ class GPTConfig:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> GPTConfig:
-        """Return the configuration from its `to_dict`, or a whole config.json.
+        """Return the configuration from its `to_dict`, or from a whole config.json.
 
-        Raises ValueError for a missing section or an unknown option.
+        Raises ValueError if a section is missing or an option is unknown.
         """
         for section in ("model", "rule"):
             if not isinstance(record.get(section), Mapping):
@@ -163,14 +161,14 @@ class GPTConfig:
         options = record["model"]
         require_valid(cls, options)
         if "rule" in options:
-            raise ValueError("option 'rule' is unknown; the rule has a section of its own")
+            raise ValueError("option 'rule' is unknown; put the rule in section 'rule'")
         return cls(**options, rule=rule_from_dict(record["rule"]))
 
 
 class Output(NamedTuple):
-    """The results of a forward. With targets the logits are None; without them the losses are.
+    """The results of a forward. Given targets, logits is None; without targets, the losses are None.
 
-    logits: (batch, time, vocab) float32; loss: the scalar for backward, routing losses included; cross_entropy: its
+    logits: (batch, time, vocab) float32; loss: the scalar for backward, including routing losses; cross_entropy: its
     main part, in nats per token; token_losses: (batch, time) float32 without gradient, 0 where the target is -1.
     observations and routings have one entry per MoE layer; routings is None unless recorded.
     """
@@ -184,7 +182,7 @@ class Output(NamedTuple):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)), the feed-forward dense or of experts."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), whose feed-forward is dense or made of experts."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -227,7 +225,7 @@ class Block(nn.Module):
 
 
 def _as_the_trunk(part: str, weight: Tensor, generator: torch.Generator | None) -> bool:
-    """Draw a weight that the paper's trunk lacks as in nanochat at 92d63d4 (July 2026); return False for any other."""
+    """Draw a weight that the paper's trunk lacks as nanochat does at 92d63d4 (July 2026); return False for others."""
     if part == "value_embed":
         bound = (3 / weight.shape[-1]) ** 0.5
         weight.uniform_(-bound, bound, generator=generator)
@@ -260,9 +258,9 @@ def _as_the_paper(part: str, weight: Tensor, generator: torch.Generator | None) 
 
 
 def _as_nanochat(part: str, weight: Tensor, generator: torch.Generator | None) -> None:
-    """Draw a weight as in nanochat at 92d63d4 (July 2026); a router, which it lacks, as in the paper.
+    """Draw a weight as in nanochat at 92d63d4 (July 2026); draw a router, which nanochat lacks, as in the paper.
 
-    Uniform weights have the standard deviation d_in^(−1/2), 0.4 of it where a feed-forward begins.
+    Uniform weights have a standard deviation of d_in^(−1/2), or 0.4 times that at a feed-forward's input.
     """
     bound = (3 / weight.shape[-1]) ** 0.5
     if part in ("output", "down"):
@@ -286,10 +284,10 @@ def _learned(count: int, there: bool) -> nn.Parameter | None:
 class GPT(nn.Module):
     """Rotary positions, RMSNorm without parameters, QK norm, untied embeddings, softcapped logits.
 
-    With all pieces of the trunk, s = smeared embedding, and layer i computes x ← block_i(λ_i x + μ_i s); the head reads
-    norm(x − β x_mid), with x_mid the middle layer's output.
+    With all pieces of the trunk, layer i computes x ← block_i(λ_i x + μ_i s), where s is the smeared embedding, and the
+    head reads norm(x − β x_mid), where x_mid is the middle layer's output.
 
-    Weights are float32 masters; products run in compute_dtype. Random numbers come from torch's global generator.
+    Master weights are float32; products run in compute_dtype. Random numbers come from torch's global generator.
     """
 
     def __init__(self, config: GPTConfig, compute_dtype: torch.dtype = torch.float32) -> None:
@@ -313,7 +311,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Apply the configured initialisation, rule states included."""
+        """Apply the configured initialisation, including rule states."""
         initialize = {"paper": _as_the_paper, "nanochat": _as_nanochat}[self.config.initialization]
         for name, weight in self.named_parameters():
             part = name.removesuffix(".weight").rsplit(".", 1)[-1]
@@ -325,7 +323,7 @@ class GPT(nn.Module):
     reset_parameters = init_weights  # the name in loops over `modules()`
 
     def moe_layers(self) -> list[tuple[int, MoE]]:
-        """The layers with experts, each with its index among the blocks."""
+        """Return the layers with experts, each with its index among the blocks."""
         return [(i, block.moe) for i, block in enumerate(self.blocks) if block.moe is not None]  # type: ignore[misc]
 
     def forward(
@@ -339,9 +337,9 @@ class GPT(nn.Module):
     ) -> Output:
         """Return the output for tokens and targets (batch, time) int64; targets of -1 are ignored.
 
-        With a cache, in inference only, each row of tokens follows the sequence in its row of the cache and is appended
-        to it. last: of the logits, compute only the last token's. The compute dtype is the model's own, even under
-        autocast. Raises ValueError beyond the context.
+        With a cache, in inference only, each row of tokens continues the sequence in its row of the cache and is
+        appended to it. last: compute logits only for the last token. Products run in the model's compute dtype, even
+        under autocast. Raises ValueError if a sequence exceeds the context.
         """
         with no_autocast(tokens):
             return self._forward(tokens, targets, cache, record, last)
@@ -351,11 +349,11 @@ class GPT(nn.Module):
         span: CacheSlice | None = None
         if cache is not None:
             if torch.is_grad_enabled():
-                raise ValueError("cache holds no gradients; call the model under torch.no_grad() or without a cache")
+                raise ValueError("cache stores no gradients; call the model under torch.no_grad() or without a cache")
             if self.training:
-                raise ValueError("cache is for inference, and the model is in training mode; call model.eval()")
+                raise ValueError("cache is for inference, but the model is in training mode; call model.eval()")
             if len(tokens) != len(cache.rows):
-                raise ValueError(f"batch of {len(tokens)} sequences for {len(cache.rows)} rows of the cache")
+                raise ValueError(f"batch of {len(tokens)} sequences does not match the cache's {len(cache.rows)} rows")
             span, limit = CacheSlice(cache, time), min(limit, cache.capacity)
         end = time if span is None else span.end
         if end > limit:
@@ -405,7 +403,7 @@ class GPT(nn.Module):
         return rotary(positions, head_dim, self.config.rotary_base, self.config.qk_scale)
 
     def _smeared(self, x: Tensor, span: CacheSlice | None) -> Tensor:
-        """Return x_t + λ σ(gate(x_t)) x_{t−1} where the model has smear; x: (batch, time, d_model)."""
+        """Return x_t + λ σ(gate(x_t)) x_{t−1} if the model has smear, else x; x: (batch, time, d_model)."""
         if self.smear_gate is None:
             return x
         assert self.smear_scalar is not None
@@ -416,7 +414,7 @@ class GPT(nn.Module):
         return y
 
     def _mixed(self, x: Tensor, start: Tensor, layer: int) -> Tensor:
-        """Return the layer's λ x + μ start, without the scalars that the model lacks."""
+        """Return λ x + μ start for the layer, omitting scalars that the model lacks."""
         if self.residual_scalars is not None:
             x = self.residual_scalars[layer].to(x.dtype) * x
         if self.skip_scalars is not None:
@@ -424,7 +422,7 @@ class GPT(nn.Module):
         return x
 
     def set_rate(self, rate: float | None) -> None:
-        """Set the mean fanout of inference to `rate` in every MoE layer; None is as trained.
+        """Set the mean fanout in inference to `rate` in every MoE layer; None restores the trained one.
 
         Raises ValueError as `check_rate` does.
         """
@@ -433,11 +431,9 @@ class GPT(nn.Module):
             moe.router.rate = rate
 
     def check_rate(self, rate: float | None) -> None:
-        """Raise ValueError if the rate lies outside 0 to num_experts, or the model has no cutoffs or no sketch of
-        scores.
-        """
+        """Raise ValueError if the rate is not between 0 and num_experts, or if the model lacks cutoffs or sketches."""
         if rate is not None and not self.moe_layers():
-            raise ValueError(f"rate={rate} needs experts, and this model is dense; use one with a routing rule")
+            raise ValueError(f"rate={rate} needs experts, but this model is dense; use one with a routing rule")
         for _, moe in self.moe_layers():
             moe.router.at_rate(rate)
 
@@ -448,7 +444,7 @@ class GPT(nn.Module):
 
     @property
     def adapted(self) -> bool:
-        """True if adapters or hooks decide what the model computes, not its weights alone."""
+        """True if adapters or hooks, and not only weights, determine what the model computes."""
         ours = __name__.partition(".")[0]
         return any(
             hooked(module, except_by=FollowerHook)
@@ -457,12 +453,12 @@ class GPT(nn.Module):
         )
 
     def snapshot(self) -> GPT:
-        """Return a copy for inference, its matrices in the compute dtype; valid until this model's weights change.
+        """Return a copy for inference with matrices in the compute dtype; valid until this model's weights change.
 
-        Matrices that need no cast are shared with this model, so that a server holds them once; queries, keys and
-        values are copied, so a step of training would leave the copy neither old nor new. Embeddings and
-        routers keep their dtype, since a forward casts at most what it looks up in them to the compute dtype. An
-        `adapted` model is copied as it is.
+        Matrices that need no cast are shared with this model, so that a server holds them once. The projections of
+        queries, keys and values are copied, so a training step would leave the copy a mixture of old and new.
+        Embeddings and routers keep their dtype, since a forward casts no more than what it looks up in them. An
+        `adapted` model is copied as is.
         """
         if self.adapted:
             return copy.deepcopy(self).eval().requires_grad_(False)

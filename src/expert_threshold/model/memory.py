@@ -1,6 +1,6 @@
-"""The memory of a training step, by a formula: what each layer keeps for its backward, and what its backward adds.
+"""A formula for the memory of a training step: what each layer keeps for backward, and what its backward adds.
 
-Small tensors are left out: one number per token or per head, and what a rule computes beside scores and gates.
+Small tensors are ignored: one number per token or per head, and what a rule computes besides scores and gates.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FLOAT32, INT64 = 4, 8  # bytes
 class Memory(NamedTuple):
     """Bytes at one moment.
 
-    dispatch: kept by routers and routed experts; logits: of the head's loss; casts: weights in the compute dtype;
-    gradients: of weights; activations: all else.
+    dispatch: tensors kept by routers and routed experts; logits: the head's loss; casts: weights in the compute dtype;
+    gradients: gradients of weights; activations: everything else.
     """
 
     activations: int = 0
@@ -39,8 +39,8 @@ class Memory(NamedTuple):
 class Step(NamedTuple):
     """The last micro-batch of a step on one device.
 
-    rows: of each layer's buffers for pairs of tokens and experts. dispatch: the backend, None without experts.
-    accumulates: earlier micro-batches have left gradients.
+    rows: rows in each layer's buffers for token-expert pairs. dispatch: the backend; None without experts.
+    accumulates: earlier micro-batches left gradients.
     """
 
     tokens: int
@@ -53,31 +53,31 @@ class Step(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    kept: Memory  # from forward to backward, beside the block's input
+    kept: Memory  # from forward to backward, besides the block's input
     backward: Memory  # what backward adds at its peak
     gradients: int
 
 
 def backend(config: GPTConfig, tokens: int, dtype: torch.dtype, *, gpu: bool) -> str | None:
-    """Return the backend that `auto` will choose, on a Hopper GPU or this CPU; None for a model without experts."""
+    """Return the backend that `auto` would choose on a Hopper GPU or on this CPU; None for a model without experts."""
     if config.rule is None or config.dense_layers == config.layers:
         return None
     if config.dispatch != "auto":
         return config.dispatch
     if gpu:
         return "static" if in_one_kernel(dtype, config.d_model, config.d_expert) else "grouped"
-    x = torch.empty(1, dtype=dtype).expand(tokens, config.d_model)  # of one number
+    x = torch.empty(1, dtype=dtype).expand(tokens, config.d_model)  # stores one number
     return "grouped" if override("routed_sum", x, config.d_expert, config.activation) is None else "cpu"
 
 
 def moments(config: GPTConfig, step: Step) -> list[Memory]:
-    """Return the memory while the loss is computed, then in each block's backward, the last block first."""
+    """Return the memory during the loss, then during each block's backward, from the last block to the first."""
     row = config.d_model * step.tokens * step.dtype.itemsize
     layers = [_layer(config, step, layer) for layer in range(config.layers)]
     head = config.vocab_size * config.d_model * FLOAT32
     gradients = 2 * head + sum(layer.gradients for layer in layers) if step.accumulates else 0
     inputs = (1 + config.residual_scalars) * row
-    # Beside blocks: the embedding and the head's input; of smear also the previous embedding and their sum.
+    # Besides blocks: the embedding and the head's input; with smear, also the previous embedding and their sum.
     now = Memory(activations=inputs * config.layers + (2 + 2 * config.smear) * row)
     if not step.checkpointing:
         now = _add(now, *(layer.kept for layer in layers))
@@ -108,14 +108,14 @@ def _layer(config: GPTConfig, step: Step, layer: int) -> _Layer:
     attends_by_kernel = not step.gpu and override("attention", heads) is not None
     at_once = step.gpu or override("feed_forward", x, hidden, config.activation) is not None  # not in blocks of rows
 
-    # Numbers per token: both norms' outputs, queries, keys and values, attention's output, its sum with the block's
-    # input, a look-up of value embeddings, and pre-activations.
+    # Numbers per token: both norms' outputs, queries, keys, values, attention's output, its sum with the block's input,
+    # the value embeddings looked up, and pre-activations.
     kept, masks = 5 * width + (2 + table) * values + ups * hidden, 0
     window = config.window(layer)
     if not attends_by_kernel and not step.gpu and step.dtype == torch.bfloat16:  # copies, and probabilities
         seen = config.context if window is None else window + QUERIES_PER_BLOCK
         kept += 3 * width + config.heads * min((config.context + QUERIES_PER_BLOCK) // 2, seen)
-    elif not attends_by_kernel:  # rotated queries and keys; on a GPU the output in another order
+    elif not attends_by_kernel:  # rotated queries and keys; on a GPU, the output in another layout
         kept += width + (1 + config.has_key_offset(layer)) * values + step.gpu * width
         masks = 0 if window is None else config.context**2 * size
     backward = max(8 * width, 3 * width + 2 * hidden * at_once) * step.tokens * size
@@ -132,13 +132,13 @@ def _layer(config: GPTConfig, step: Step, layer: int) -> _Layer:
     casts = weights if size < FLOAT32 else (width + 2 * values) * width
     return _Layer(
         Memory(kept * step.tokens * size + masks, dispatch, casts=casts * size),
-        Memory(activations=backward + 2 * weights),  # and gradients that wait for their cast or their scale
+        Memory(activations=backward + 2 * weights),  # plus gradients that await a cast or scale
         (weights + router + table * config.vocab_size * values) * FLOAT32,
     )
 
 
 def _logits(config: GPTConfig, step: Step) -> int:
-    """Return the bytes of the head's loss: its buffers, and the gradients of its input and of its weight."""
+    """Return the bytes of the head's loss: its buffers, and the gradients of its input and weight."""
     size, vocab, width = step.dtype.itemsize, config.vocab_size, config.d_model
     x, weight = torch.empty(1, dtype=step.dtype).expand(step.tokens, width), torch.empty(1).expand(vocab, width)
     if not step.gpu and override("cross_entropy", x, weight, config.softcap) is not None:

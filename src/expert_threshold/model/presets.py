@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .gpt import GPTConfig
 
 
-# Channels of their input that the gates of value embeddings and of smear read; all, if there are fewer.
+# Number of input channels that the gates of value embeddings and of smear read; all if there are fewer.
 VALUE_GATE_CHANNELS, SMEAR_GATE_CHANNELS = 12, 24
 
 
@@ -38,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# The model around its experts, which any preset can have; each option by itself is one flag.
+# The model around the experts. Any preset can use any trunk; each option also has its own flag.
 TRUNKS: dict[str, dict[str, Any]] = {
     "paper": {
         "value_embeddings": None,
@@ -63,15 +63,15 @@ TRUNKS: dict[str, dict[str, Any]] = {
         "windows": "SSSL",
     },
 }
-# Windows stay away: in float32 they are masks to torch, which skips nothing for them.
+# No windows: in float32, torch implements them as masks and skips no computation.
 TRUNKS["tuned"] = TRUNKS["nanochat"] | {"windows": None, "key_offset": "last"}
 
 
 def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[str, int]:
-    """Return parameters by part, their `total`, and `active`, the mean used per token, embedding and head included.
+    """Return parameters by part, their `total`, and `active`, the mean used per token, including embedding and head.
 
-    Value embeddings are look-ups: only the token's own vector of each table is active, and it costs no product.
-    rate: routed experts per token in each layer; None is the rule's.
+    Value embeddings are look-ups: only the token's own vector in each table is active, and it costs no product.
+    rate: routed experts per token in each layer; None uses the rule's.
     """
     matrices = 3 if config.activation == "swiglu" else 2
     head_dim = config.d_model // config.heads
@@ -100,11 +100,11 @@ def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[st
 
 
 def flops_per_token(config: GPTConfig, *, context: int | None = None, rate: float | None = None) -> int:
-    """Return model FLOPs of forward and backward per token: 6 per active weight in a product, plus attention's.
+    """Return the model FLOPs of forward and backward per token: 6 per active weight in a product, plus attention.
 
-    Embeddings are look-ups and cost nothing. Attention is causal: without a window a token meets (context + 1) / 2 keys
-    on average, with 2 products forward and 4 backward. A third of the total is the forward's. context defaults to the
-    model's; rate as in `parameter_counts`.
+    Embeddings are look-ups and cost nothing. Attention is causal: without a window, a token attends to (context + 1) /
+    2 keys on average, with 2 products in forward and 4 in backward. A third of the total is forward. context defaults
+    to the model's; rate as in `parameter_counts`.
     """
     length = config.context if context is None else context
     counts = parameter_counts(config, rate=rate)
@@ -116,6 +116,6 @@ def flops_per_token(config: GPTConfig, *, context: int | None = None, rate: floa
 
 
 def _keys(length: int, window: int | None) -> float:
-    """Return the mean number of keys that a token of `length` attends to, its own among them."""
+    """Return the mean number of keys, including its own, that a token in a sequence of `length` attends to."""
     most = length if window is None else min(window + 1, length)
     return most - most * (most - 1) / 2 / length

@@ -1,4 +1,4 @@
-"""Scores continuations under a model, in batches; prefixes that several share are computed once."""
+"""Scores continuations under a model, in batches; shared prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .gpt import GPT
 TOKENS_AT_ONCE = 8192
 LOGITS_AT_ONCE = 1 << 25  # float32 numbers, 128 MiB
 CACHE_AT_ONCE = 1 << 30  # bytes
-SHARED_PREFIX = 64  # tokens from which on a shared prefix is worth a separate forward
+SHARED_PREFIX = 64  # tokens; a shorter shared prefix is not worth a separate forward
 
-_IGNORED = -1  # GPT's mark for no target
+_IGNORED = -1  # marks the absence of a target for GPT
 
 
 class Continuation(NamedTuple):
-    """A sequence whose tokens from `start` on are scored, given the at least one token before."""
+    """A sequence whose tokens from index `start` on are scored, given the tokens before; start is at least 1."""
 
     tokens: list[int]
     start: int
 
 
 class Score(NamedTuple):
-    """nats: the summed loss of `tokens` tokens. misses: the number of them that were not the likeliest, if counted."""
+    """nats: the summed loss of `tokens` tokens. misses: if counted, how many tokens were not the likeliest."""
 
     nats: float
     tokens: int
@@ -43,7 +43,7 @@ def crop(continuation: Continuation, length: int) -> Continuation:
 
 def common_prefix(sequences: Sequence[list[int]]) -> int:
     """Return the length of the longest common prefix."""
-    first, last = min(sequences), max(sequences)  # all sequences between them in order share their common prefix
+    first, last = min(sequences), max(sequences)  # all sequences sorted between these two share their prefix
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
@@ -56,10 +56,10 @@ def score(
     tokens_at_once: int = TOKENS_AT_ONCE,
     shared_prefix: int = SHARED_PREFIX,
 ) -> list[list[Score]]:
-    """Return the scores of each group's continuations; a group's may share a prefix, as the choices of a question do.
+    """Return the scores of each group's continuations, which may share a prefix, as the choices of a question do.
 
-    misses: count them, which materialises logits. Routing is causal; the model keeps its mode. tokens_at_once bounds a
-    batch unless it is a single group. Raises ValueError for a continuation longer than the context.
+    misses: count misses, which materialises logits. Routing is causal; the model keeps its mode. tokens_at_once bounds
+    a batch unless it is a single group. Raises ValueError if a continuation is longer than the context.
     """
     scores = [[Score(0.0, 0, 0)] * len(group) for group in groups]
     was_training = model.training
@@ -95,7 +95,7 @@ def _bundles(groups: Sequence[Sequence[Continuation]], misses: bool, shared_pref
             if shared >= shared_prefix:
                 yield _Bundle(shared, rows)
                 continue
-        for row in rows:  # alone; if logits are needed, a separate forward avoids those of the given tokens
+        for row in rows:  # alone; a separate forward of the given tokens avoids their logits, if logits are needed
             given = row[2].start - 1
             yield _Bundle(given if misses and given >= shared_prefix else 0, [row])
 
@@ -146,7 +146,7 @@ def _score(model: GPT, batch: Sequence[_Bundle], misses: bool) -> list[Score]:
 
 
 def _compute_once(model: GPT, batch: Sequence[_Bundle], shared: int, room: int) -> Cache:
-    """Return a cache that holds the first `shared` tokens of every row, with room for `room` more."""
+    """Return a cache that contains the first `shared` tokens of every row and has room for `room` more."""
     prefix = _stack(model, [bundle.rows[0][2].tokens[:shared] for bundle in batch], 0)
     once = model.new_cache(len(batch), shared)
     model(prefix, torch.full_like(prefix, _IGNORED), cache=once)  # without targets no logits are computed
@@ -154,7 +154,7 @@ def _compute_once(model: GPT, batch: Sequence[_Bundle], shared: int, room: int) 
 
 
 def _stack(model: GPT, rows: Sequence[list[int]], padding: int) -> Tensor:
-    """Stack rows with padding on the right, which causality hides from the tokens."""
+    """Stack rows, padded on the right, where causality hides the padding from the tokens."""
     length = max(map(len, rows))
     padded = [row + [padding] * (length - len(row)) for row in rows]
     return torch.tensor(padded, device=model.embed.weight.device)

@@ -1,4 +1,4 @@
-"""Traces: the routing and the loss of each token of a stream, as a Parquet file with one row per token.
+"""Traces: the routing and loss of each token of a stream, in a Parquet file with one row per token.
 
     token, target    int32; target is -1 if nothing follows
     position         int32, in the model's window
@@ -6,7 +6,7 @@
     scores_L         float32[num_scores], of layer L
     assignment_L     uint8[⌈experts / 8⌉], of layer L: bit e % 8 of byte e // 8 is expert e's
 
-The file's metadata hold, as JSON under `expert-threshold`, the facts given to `record_trace` and the rules' states.
+The file's metadata contain the facts given to `record_trace` and the rules' states, as JSON under `expert-threshold`.
 Gates are not stored: the rule recomputes them from the scores, to the last bit.
 """
 
@@ -30,7 +30,7 @@ from .gpt import GPT, Output
 FORMAT, VERSION = "expert-threshold trace", 1
 _KEY = b"expert-threshold"
 ROWS = 2**16
-"""Tokens in a row group, which bounds the memory of writing."""
+"""Tokens per row group, which bounds the memory needed for writing."""
 
 
 @torch.no_grad()
@@ -45,9 +45,9 @@ def record_trace(
 ) -> Trace:
     """Run the windows through the model, causally, and write the trace to `path` atomically.
 
-    windows: (rows, time + 1) integers; the last of a row is only a target, or -1. facts: strict JSON that `Trace.facts`
-    returns. batch_size: windows per forward. progress receives the tokens done and the total. The model keeps its mode.
-    Raises OSError if the disk is full.
+    windows: (rows, time + 1) integers; the last in a row is only a target, or -1. facts: strict JSON, returned by
+    `Trace.facts`. batch_size: windows per forward. progress receives the tokens done and the total. The model keeps its
+    mode. Raises OSError if the disk is full.
     """
     header = {"format": FORMAT, "version": VERSION, "facts": dict(facts or {}), "context": windows.shape[1] - 1}
     header |= {"rule": rule_to_dict(model.config.rule), "gate_norm": model.config.gate_norm}
@@ -96,7 +96,7 @@ def _schema(header: Mapping[str, Any], rule: Rule | None) -> pa.Schema:
 
 
 def _columns(model: GPT, windows: Tensor) -> dict[str, np.ndarray]:
-    """Return a batch's rows by column, each (tokens,) or (tokens, width)."""
+    """Return a batch's columns by name, each (tokens,) or (tokens, width)."""
     device = model.embed.weight.device
     tokens, targets = windows[:, :-1].long().contiguous(), windows[:, 1:].long().contiguous()
     output: Output = model(tokens.to(device), targets.to(device), record=True)
@@ -148,7 +148,7 @@ class Trace:
 
     @property
     def rule(self) -> Rule | None:
-        """The rule of the traced model; None if it is dense."""
+        """The traced model's rule; None if the model is dense."""
         return rule_from_dict(self._header["rule"])
 
     def state(self, layer: int) -> Any:
@@ -162,7 +162,7 @@ class Trace:
 
     @property
     def tokens(self) -> np.ndarray:
-        """(tokens,) int32."""
+        """The tokens (tokens,) int32."""
         return self._column("token")
 
     @property
@@ -172,7 +172,7 @@ class Trace:
 
     @property
     def positions(self) -> np.ndarray:
-        """The positions in the window, (tokens,) int32."""
+        """The positions (tokens,) int32 in the model's window."""
         return self._column("position")
 
     @property
@@ -181,17 +181,17 @@ class Trace:
         return self._column("loss")
 
     def scores(self, layer: int) -> Tensor:
-        """Return (tokens, experts) float32, without those of slots that compute nothing."""
+        """Return the experts' scores (tokens, experts) float32, without null slots and null scores."""
         return self._scores(layer)[:, : self._header["rule"]["num_experts"]]
 
     def assignment(self, layer: int) -> Tensor:
-        """(tokens, experts) bool."""
+        """Return the assignment (tokens, experts) bool."""
         packed = self._column(f"assignment_{layer}")
         experts = self._header["rule"]["num_experts"]
         return torch.from_numpy(np.unpackbits(packed, axis=1, count=experts, bitorder="little").astype(bool))
 
     def gates(self, layer: int) -> Tensor:
-        """Return the gates (tokens, experts) float32; those of unassigned experts are unspecified."""
+        """Return the gates (tokens, experts) float32, unspecified outside the assignment."""
         assert self.rule is not None
         windows = self._scores(layer).unflatten(0, (-1, self.context))
         routing = self.rule.route(windows, self.state(layer), training=False)
@@ -201,7 +201,7 @@ class Trace:
         return gates
 
     def fanout(self, layer: int) -> np.ndarray:
-        """Return the number of routed experts of each token, (tokens,) int64."""
+        """Return each token's number of routed experts, (tokens,) int64."""
         return self.assignment(layer).sum(-1).numpy()
 
     def _scores(self, layer: int) -> Tensor:

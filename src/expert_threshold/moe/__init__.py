@@ -1,13 +1,13 @@
-"""The Mixture-of-Experts layer and its backends, with the parts of the routing rules that its users need.
+"""The Mixture-of-Experts layer and its backends, with the routing names that its users need.
 
-Dimensions, by the words that docstrings use:
+Dimension names used in docstrings:
 
-    batch, time    of x (batch, time, d_model); backends see tokens = batch · time
+    batch, time    sequences, and tokens in a sequence: x is (batch, time, d_model); backends see tokens = batch · time
     d_model        width of a token
-    d_expert       hidden width of an expert; twice that before the nonlinearity of swiglu
+    d_expert       hidden width of an expert; swiglu has twice that before its nonlinearity
     experts        routed experts; weights are (experts, out, in)
-    pairs          of a token and one of its experts, ordered by expert, then token: as many as the fanouts' sum
-    rows, slots    places in a buffer for pairs, at least as many; what is left over is padding
+    pairs          pairs of a token and one of its experts, ordered by expert, then token; the sum of all fanouts
+    rows, slots    positions in a buffer for pairs; positions without a pair are padding
 """
 
 from ..kernels.activation import ActivationName

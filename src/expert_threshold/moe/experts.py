@@ -14,14 +14,14 @@ from ..kernels.cpu.blocks import override
 
 
 def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor:
-    """Return pre-activations (…, rows, width · d_expert) of x (…, rows, d_model), with outputs concatenated."""
+    """Return the concatenated pre-activations (…, rows, width · d_expert) of x (…, rows, d_model)."""
     if len(matrices) == 1:
         return torch.matmul(x, matrices[0].mT, out=out)
     return torch.cat([x @ m.mT for m in matrices], -1, out=out)
 
 
-# Hidden activations per block: few enough to stay in a CPU's cache, enough for efficient products. CPUs with bfloat16
-# tiles need more (docs/log/training.md).
+# Hidden activations per block: few enough to stay in a CPU's cache, but enough for efficient products. CPUs with
+# bfloat16 tiles need more (docs/log/training.md).
 HIDDEN_PER_BLOCK = 2**22 if torch.cpu._is_amx_tile_supported() else 2**20
 
 
@@ -30,9 +30,9 @@ class _FeedForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def blocks(x: Tensor, hidden: int) -> tuple[Tensor, ...]:
-        """Split x into blocks whose intermediates stay in cache; at most 16, since each rounds the weight gradients.
+        """Split x into blocks whose intermediates stay in cache; up to 16, since each rounds the weight gradients.
 
-        A GPU takes all rows at once.
+        On a GPU, all rows are one block.
         """
         if not x.is_cpu:
             return (x,)
@@ -80,7 +80,7 @@ class Linear(nn.Linear):
         super().__init__(d_in, d_out, bias=False)
 
     def reset_parameters(self) -> None:
-        """Apply PyTorch's default; do nothing on meta, where it would import much of torch for no effect."""
+        """Apply PyTorch's default, except on meta, where it would import much of torch to no effect."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -89,7 +89,7 @@ class Linear(nn.Linear):
 
 
 def hooked(module: nn.Module, *, except_by: type | None = None) -> bool:
-    """Return True if hooks, but for those of one class, or an override may make a call differ from `forward`."""
+    """Return True if an override, or hooks of another class, may make a call differ from the class's `forward`."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return "forward" in module.__dict__ or any(
         not isinstance(hook, except_by or ()) for of in hooks for hook in of.values()
@@ -97,7 +97,7 @@ def hooked(module: nn.Module, *, except_by: type | None = None) -> bool:
 
 
 def plain(*modules: nn.Module) -> bool:
-    """Return True if the modules are our own and without hooks, so that code may use their weights without a call.
+    """Return True if the modules are our own and have no hooks, so that code may use their weights directly.
 
     Adapters replace a module, its class or its `forward`; a kernel that read the weights would bypass all of these.
     """
@@ -137,12 +137,12 @@ class FeedForward(nn.Module):
             rows = apply(_FeedForwardFunction, flat, self.activation, down, *ups)
         else:
             rows = kernel(flat, ups[0], down)
-        y: Tensor = torch.ops.aten._unsafe_view(rows, x.shape)  # a view could not be changed in place under FSDP2
+        y: Tensor = torch.ops.aten._unsafe_view(rows, x.shape)  # a view could not be modified in place under FSDP2
         return y
 
 
 class Experts(nn.Module):
-    """The stacked weights of num_experts feed-forwards: up and gate (experts, d_expert, d_model), down transposed."""
+    """The stacked weights of many feed-forwards: up and gate (experts, d_expert, d_model), down with these swapped."""
 
     def __init__(self, num_experts: int, d_model: int, d_expert: int, activation: ActivationName = "relu2") -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from .router import Router
 
 
 class _Watched(torch.autograd.Function):
-    """The identity on gates; its first backward calls `reached`, and every one adds the gradient of scale · loss."""
+    """The identity on gates; its first backward calls `reached`, and every backward adds scale · loss's gradient."""
 
     @staticmethod
     def forward(ctx: Any, gates: Tensor, loss: Tensor | None, scale: float, reached: Callable[[], None]) -> Tensor:
@@ -30,16 +30,16 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: Any, dgates: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         if ctx.reached is not None:
             ctx.reached()
-            ctx.reached = None  # a graph that is kept for another backward is still one forward
+            ctx.reached = None  # a graph retained for another backward is still one forward
         return dgates, dgates.new_full((), ctx.scale) if ctx.needs_input_grad[1] else None, None, None
 
 
 class FollowerHook:
-    """Passes a router's forward to its follower; its copies, in copies of the model, do nothing."""
+    """Passes a router's forward to its follower; the hooks in copies of the model do nothing."""
 
     def __init__(self, follower: Follower | None = None, call: Callable[..., Any] | None = None) -> None:
         self.follower = follower
-        # Tracing would run the backward's side effects. As a decorator it would import the compiler with this module.
+        # Tracing would run backward's side effects. A decorator would import the compiler along with this module.
         self._call = None if call is None else torch.compiler.disable(call)
 
     def __call__(self, *args: Any) -> Any:
@@ -52,9 +52,9 @@ class FollowerHook:
 class Follower:
     """Sums the observations of a model's routers and updates their rules once per optimizer step; made by `follow`.
 
-    A forward counts when backward reaches its gates, and no longer once its gradients are set to None. So batches
-    without backward, skipped by a GradScaler or discarded by the loop change no rule, and recomputation under
-    activation checkpointing counts once.
+    A forward counts once backward reaches its gates, unless its gradients are later set to None. So a batch without
+    backward, skipped by a GradScaler or discarded by the loop changes no rule. Recomputation under activation
+    checkpointing does not count again.
 
     loss_scale: as in `follow`; it may be set before any forward, for example when a GradScaler changes its scale.
     observations: each router's observation on this rank since the last step.
@@ -83,7 +83,7 @@ class Follower:
             raise ValueError(f"model {name} has no Mixture-of-Experts layer to follow; build it with MoE(...)")
         for router in self._names:
             for hook in [*router._forward_hooks.values()]:
-                if isinstance(hook, FollowerHook) and hook.follower is not None:  # two would update a rule twice a step
+                if isinstance(hook, FollowerHook) and hook.follower is not None:  # two would update each rule twice
                     hook.follower.remove()
         self._groups = {router: router.group for router in self._names}
         self._handles: list[RemovableHandle] = [
@@ -102,8 +102,8 @@ class Follower:
     def loss(self) -> Tensor | float:
         """Return the routing losses of all forwards since the last call, summed over layers and micro-batches, or 0.0.
 
-        For logging: the result has no gradient, since backward adds it already; adding it to a loss changes only the
-        loss's value.
+        For logging: the result has no gradient, since backward already adds it; adding it to a loss changes only
+        the loss's value.
         """
         total, self._loss = self._loss, 0.0
         return total
@@ -125,12 +125,12 @@ class Follower:
         reached = self._note_evaluation
         if router.training:
             reached = partial(self._count, router, routing.observation, routing.loss is not None)
-        if not routing.gates.requires_grad:  # backward will not come here: nothing below trains, or nothing at all
+        if not routing.gates.requires_grad:  # backward stops earlier: nothing below trains, or nothing at all
             if torch.is_grad_enabled() and not recomputed:
                 reached()
             return None
-        # The loss enters through the gates, on which the layer's output depends, so that backward reaches it under
-        # checkpointing and FSDP too. The loss passed on is detached, so that a model that adds it does not count twice.
+        # The loss enters through the gates, on which the layer's output depends, so backward reaches it even under
+        # checkpointing and FSDP. The returned loss is detached, so a model that adds it does not count it twice.
         scale = 1.0 if self.loss_scale is None else self.loss_scale
         gates = _Watched.apply(routing.gates, routing.loss, scale, reached)
         loss = None if routing.loss is None else routing.loss.detach()
@@ -144,7 +144,7 @@ class Follower:
         if current != self._pass:
             self._pass = current
             if any(parameter.grad is None for parameter in self._with_gradient):
-                self._forget()  # the gradients of what was counted so far were discarded
+                self._forget()  # the gradients of all forwards counted so far were discarded
             if current != -1:
                 Variable._execution_engine.queue_callback(self._note_gradients)
         seen = self.observations.get(router)
@@ -157,7 +157,7 @@ class Follower:
         self._with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
 
     def _forget_discarded(self, *_: Any) -> None:
-        # Loops set single gradients to None, to keep those parameters fixed; all of them are discarded batches.
+        # A loop may set some gradients to None to freeze parameters; only if all are None was the batch discarded.
         if self._with_gradient and all(parameter.grad is None for parameter in self._with_gradient):
             self._forget()
 
@@ -174,7 +174,7 @@ class Follower:
         self._warn_of_misuse()
         seen = dict(self.observations)
         self._forget()
-        if self.group is not None:  # a rank without observations takes part too
+        if self.group is not None:  # a rank without observations joins in too
             mine = [seen[router] if router in seen else _nothing_seen(router) for router in self._names]
             tensors, structure = tree_flatten(mine)
             total: list[Observation] = tree_unflatten(summed_over_ranks(tensors, self.group), structure)
@@ -182,7 +182,7 @@ class Follower:
             seen = {router: total[i] for i, router in enumerate(self._names) if tokens[i] > 0}
         if seen and not all_finite(t for observation in seen.values() for t in observation.tensors().values()):
             messages = (scores_not_finite(observation, self._names[router]) for router, observation in seen.items())
-            warnings.warn(f"{next(filter(None, messages))}; this step moved no cutoffs and no biases", stacklevel=2)
+            warnings.warn(f"{next(filter(None, messages))}; this step updated no cutoffs and no biases", stacklevel=2)
             return
         for router, observation in seen.items():
             router.update(observation)
@@ -191,7 +191,7 @@ class Follower:
         """Warn once about each likely mistake in the training loop."""
         if not self.observations and (self._reached_evaluation or not self._has_stepped):
             warnings.warn(
-                "follow has seen no forward in training mode before this optimizer step, so cutoffs and biases do not "
+                "follow saw no forward in training mode before this optimizer step, so cutoffs and biases do not "
                 "change; call model.train(), and call follow before torch.compile first runs the model",
                 stacklevel=3,
             )
@@ -200,22 +200,22 @@ class Follower:
         if micro_batches > 1 and self.loss_scale is None:
             self.loss_scale = 1.0
             warnings.warn(
-                f"{micro_batches} backward passes before one optimizer step, the routing losses of each with weight 1; "
-                f"use follow(…, loss_scale=1 / {micro_batches}) if the loop divides its loss by {micro_batches}, or "
-                "loss_scale=1 if it adds them up",
+                f"{micro_batches} backward passes before one optimizer step each add routing losses with weight 1; "
+                f"use follow(…, loss_scale=1 / {micro_batches}) if the loop divides its losses by {micro_batches}, or "
+                "loss_scale=1 if it sums them",
                 stacklevel=3,
             )
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside wrappers such as Accelerate's, which have no hooks. Raises ValueError for others."""
+    """Return the optimizer inside wrappers such as Accelerate's, which have no hooks. Raises ValueError if none."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = "None" if optimizer is None else f"a {type(optimizer).__name__}"
         raise ValueError(
-            f"optimizer is {kind}, not a torch.optim.Optimizer; pass the one that the loop steps last, since each of "
-            "its steps updates the rules"
+            f"optimizer is {kind}, not a torch.optim.Optimizer; pass the optimizer that the loop steps last, since "
+            "each of its steps updates the rules"
         )
     return optimizer
 
@@ -233,16 +233,16 @@ def follow(
     group: dist.ProcessGroup | None = None,
     loss_scale: float | None = None,
 ) -> Follower:
-    """Train the MoE layers in `model` within any training loop: backward adds the gradients of routing losses, and each
+    """Train the MoE layers of `model` in any training loop. Backward adds the gradients of routing losses, and each
     `optimizer.step()` updates the rules with the observations since the last step, summed over ranks.
 
     Only forwards in training mode count. The loop need not add routing losses: their gradients flow with the gradient
-    of the layer's output, under DDP, FSDP2 and activation checkpointing too.
+    of the layer's output, even under DDP, FSDP2 and activation checkpointing.
 
-    group: the ranks that train together, each calling forward and `step` equally often; global pools and global loads
-    are formed over them. None is torch.distributed's default group if initialised, else this process alone.
-    loss_scale: the factor that the loop applies to a micro-batch's loss before backward, to be applied to routing
-    losses too: 1 / gradient accumulation steps, times the scale of a GradScaler. None is 1 and warns of accumulation.
+    group: the ranks that train together and call forward and `step` equally often; global pools and global loads span
+    them. Defaults to torch.distributed's default group if initialised, else this process alone.
+    loss_scale: the factor by which the loop multiplies a micro-batch's loss before backward, and which routing losses
+    need too: 1 / gradient accumulation steps, times a GradScaler's scale. None uses 1, and warns under accumulation.
     Raises ValueError if the model has no MoE layer.
     """
     return Follower(model, optimizer, group=group, loss_scale=loss_scale)

@@ -24,7 +24,7 @@ def require_rule(rule: object) -> None:
     """Raise ValueError unless `rule` is a routing rule."""
     if not isinstance(rule, Rule):
         raise ValueError(
-            f"rule={rule!r} is not a rule; use ExpertThreshold(), say, or an instance of a class derived from Rule"
+            f"rule={rule!r} is not a rule; use ExpertThreshold() or another instance of a class derived from Rule"
         )
 
 
@@ -32,7 +32,7 @@ class MoE(nn.Module):
     """A router with its rule, routed experts, and shared experts that see every token.
 
     d_expert: hidden width of each expert. dispatch: the name of a backend, or 'auto'. gate_norm: None, or 'fanout' to
-    divide the routed sum by max(fanout, 1). z_loss: strength of the router z-loss, None is off.
+    divide the routed sum by max(fanout, 1). z_loss: strength of the router z-loss; None disables it.
     Raises ValueError if an option is unknown or out of range.
     """
 
@@ -71,11 +71,11 @@ class MoE(nn.Module):
         mask: Tensor | None = None,
         record: bool = False,
     ) -> tuple[Tensor, Observation | Routing]:
-        """Return y, of the shape (batch, time, d_model) and dtype of x, and the observation.
+        """Return y, with the shape (batch, time, d_model) and dtype of x, and the observation.
 
         pasts: in inference, the past of each sequence that x continues. mask: (batch, time) bool, True for tokens that
-        count; the others, padding for example, get zeros and take part in no selection, load, cutoff or loss. record:
-        return the whole routing in place of the observation. Raises ValueError for an x or a mask of another shape.
+        count; other tokens, such as padding, get zeros and affect no selection, load, cutoff or loss. record: return
+        the whole routing instead of the observation. Raises ValueError if x or mask has the wrong shape.
         """
         d_model = self.router.weight.shape[1]
         if x.ndim != 3 or x.shape[2] != d_model:
@@ -83,22 +83,20 @@ class MoE(nn.Module):
         if mask is not None and not (
             isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:2] and pasts is None
         ):
-            raise ValueError(f"mask must be a bool tensor of shape {tuple(x.shape[:2])}, (batch, time), without a past")
+            raise ValueError(f"mask must be a bool tensor of shape {tuple(x.shape[:2])}, (batch, time), without pasts")
         routing = self.router(x, pasts, mask)
         y = self.compute(x, routing)
         y = y if mask is None else y.masked_fill(~mask[..., None], 0)
         return y, routing if record else routing.observation
 
     def max_pairs(self, tokens: int) -> int | None:
-        """Return the rule's bound on the token-expert pairs of `tokens` in the current mode; None if only counting can
-        tell.
-        """
+        """Return the rule's bound on the token-expert pairs of `tokens` in this mode; None if they must be counted."""
         group = self.router.group
         ranks = 1 if group is None else dist.get_world_size(group)
         return self.router.rule.max_pairs(tokens, training=self.training, ranks=ranks)
 
     def factors(self, gates: Tensor, assignment: Tensor) -> Tensor:
-        """Return the factors of the experts' outputs: the gates (…, experts), normalised if `gate_norm` says so."""
+        """Return the factors applied to experts' outputs: the gates (…, experts), normalised as `gate_norm` says."""
         return gates / assignment.sum(-1, keepdim=True).clamp(min=1) if self.gate_norm == "fanout" else gates
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
@@ -111,5 +109,5 @@ class MoE(nn.Module):
         with no_autocast(x):
             rows = self.max_pairs(len(flat))
             y: Tensor = self.dispatch(flat, factors, assignment, self.experts, self.shared, rows=rows)
-            y = torch.ops.aten._unsafe_view(y, x.shape)  # a view could not be changed in place under FSDP2
+            y = torch.ops.aten._unsafe_view(y, x.shape)  # a view could not be modified in place under FSDP2
             return y if routing.passthrough is None else y + routing.passthrough[..., None].to(x.dtype) * x

@@ -1,4 +1,4 @@
-"""Replays in training the routing of generated text, where rounding alone would route some tokens otherwise."""
+"""Replays the routing of generated text in training, where rounding alone would route some tokens differently."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .router import Router
 
 
 class Capture(NamedTuple):
-    """The routing of a sequence, as `generate.capture` returns it.
+    """The routing of a sequence, as returned by `generate.capture`.
 
-    tokens: (time,) int64. scores: (layers, time, experts) float32. assignment, gates: of the same shape; a gate is 0
-    where the token does not go. version: `routing_version` of the model.
+    tokens: (time,) int64. scores: (layers, time, experts) float32. assignment, gates: of the same shape; gates are 0
+    outside the assignment. version: `routing_version` of the model.
     """
 
     tokens: Tensor
@@ -36,7 +36,7 @@ def routers(model: nn.Module) -> list[Router]:
 
 
 def routing_version(model: nn.Module, rate: float | None = None) -> str:
-    """Return a hash of the rule and every layer's state, thresholds for one, at `rate` or the model's own rate."""
+    """Return a hash of the rule and of every layer's state, such as thresholds, at `rate` or the model's own rate."""
     digest = hashlib.sha256()
     for router in routers(model):
         digest.update(json.dumps(rule_to_dict(router.rule), sort_keys=True).encode())
@@ -47,9 +47,9 @@ def routing_version(model: nn.Module, rate: float | None = None) -> str:
 
 @torch.no_grad()
 def decide(model: nn.Module, capture: Capture, rate: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return assignment and gates of captured scores, to the last bit, by the model's thresholds at `rate` alone.
+    """Return the assignment and gates of captured scores, to the last bit, using only the model's state at `rate`.
 
-    Raises ValueError if the capture is of another version, or the rule looks at more than a token's scores of experts.
+    Raises ValueError if the capture has another version, or if the rule uses more than a token's own expert scores.
     """
     if capture.version != routing_version(model, rate):
         raise ValueError("the capture was made with another rule or other thresholds; use the model that made it")
@@ -58,7 +58,7 @@ def decide(model: nn.Module, capture: Capture, rate: float | None = None) -> tup
         rule, state = router.rule, router.at_rate(router.rate if rate is None else rate)
         if rule.scope(training=False) != "token" or rule.num_scores != rule.num_experts:
             raise ValueError(
-                f"{type(rule).__name__} looks at more than a token's scores of experts; replay the capture"
+                f"{type(rule).__name__} uses more than a token's own expert scores; replay the capture instead"
             )
         # One token at a time, since the last bit of σ may depend on how many are computed at once.
         for time, scores in enumerate(capture.scores[layer].to(router.weight.device)):
@@ -69,7 +69,7 @@ def decide(model: nn.Module, capture: Capture, rate: float | None = None) -> tup
 
 
 class _Replayed(Rule):
-    """A rule whose assignment (batch, time, experts) is given; gates are its own, of the scores at hand."""
+    """A rule whose assignment (batch, time, experts) is given; its gates are computed from the current scores."""
 
     def __init__(self, rule: Rule, assignment: Tensor) -> None:
         self.rule, self.assignment = rule, assignment
@@ -90,20 +90,20 @@ class _Replayed(Rule):
         assignment = self.assignment[:, : scores.shape[1]]
         if assignment.shape[:2] != scores.shape[:2]:
             raise ValueError(
-                f"the batch has {tuple(scores.shape[:2])} tokens, its captures {tuple(assignment.shape[:2])}"
+                f"the batch has {tuple(scores.shape[:2])} tokens, but its captures {tuple(assignment.shape[:2])}"
             )
         if own.passthrough is not None:
-            raise ValueError(f"{self.rule.label} passes tokens through by null slots, which captures do not hold")
+            raise ValueError(f"{self.rule.label} passes tokens through null slots, which captures do not record")
         gates = self.rule.gates_of(scores, assignment) if isinstance(self.rule, Gated) else own.gates
         return Routing(**{**own._asdict(), "assignment": assignment, "gates": gates})
 
 
 @contextmanager
 def replay(model: nn.Module, captures: Sequence[Capture]) -> Iterator[None]:
-    """Route every forward, in training too, as captured: sequence b of the batch as captures[b], padding to no expert.
+    """Route every forward, even in training, as captured: the batch's sequence b like captures[b], padding nowhere.
 
-    A forward may leave out the last tokens. Gates are functions of its scores, with gradient; what rules observe and
-    their losses are of their own decisions. Raises ValueError for a batch of another size or more tokens.
+    A forward may omit the last tokens. Gates are computed from its scores, with gradients; observations and losses
+    come from the rules' own decisions. Raises ValueError if the batch has another size or more tokens.
     """
     found = routers(model)
     longest = max(len(capture.tokens) for capture in captures)

@@ -18,7 +18,7 @@ from ..routing.gates import weights_of
 
 
 def exact_parts(x: Tensor) -> Tensor:
-    """Return bfloat16 parts (3, …) whose sum is x, float32, exactly: three times 8 bits."""
+    """Return three bfloat16 parts (3, …) of float32 x, 8 bits each, whose sum is exactly x."""
     first = x.bfloat16()
     second = (x - first.float()).bfloat16()
     return torch.stack((first, second, (x - first.float() - second.float()).bfloat16()))
@@ -29,9 +29,9 @@ def _on_tensor_cores(x: Tensor) -> bool:
 
 
 class _Scores(torch.autograd.Function):
-    """W x in float32 for x of any dtype; saves x uncast for backward and computes its gradient in its dtype.
+    """W x in float32 for x of any dtype; saves x uncast for backward and computes x's gradient in x's dtype.
 
-    On a GPU tensor cores multiply bfloat16 x by the exact parts of the other factor and add in float32, so that x is
+    On a GPU, tensor cores multiply bfloat16 x by the exact parts of the other factor and accumulate in float32, so x is
     read once and never cast.
     """
 
@@ -60,9 +60,9 @@ class _Scores(torch.autograd.Function):
 class RoutingHistory(NamedTuple):
     """The part of a sequence's past by which its next tokens are routed in inference.
 
-    state: the rule's state for this sequence, None is the router's own. thresholds: (experts,), given if routing is
-    exactly scores > thresholds with gates σ(scores) or softmax(scores). scores: those of the tokens so far, (past,
-    num_scores), None if there are none or the rule looks only at a token's own.
+    state: the rule's state for this sequence; None for the router's state. thresholds: (experts,), given if routing is
+    exactly scores > thresholds with gates σ(scores) or softmax(scores). scores: (past, num_scores), the scores of the
+    tokens so far; None if there are no tokens yet or the rule uses only a token's own scores.
     """
 
     state: Any = None
@@ -75,7 +75,7 @@ class Router(nn.Module):
 
     The rule's state lives in buffers named `state_<field>`: saved with the model, float32 under any cast, initialised
     even when the module was built on the meta device. group: the ranks over which a global pool is formed. rate: the
-    mean fanout of inference, see `at_rate`; None is as trained.
+    mean fanout in inference, see `at_rate`; None keeps the trained one.
     """
 
     def __init__(self, d_model: int, rule: Rule, z_loss: float | None = None) -> None:
@@ -91,7 +91,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight and restore the state before the first step, in place; do nothing on meta."""
+        """Draw the weight and reset the state, in place; do nothing on meta."""
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
             self.reset_state()
@@ -100,7 +100,7 @@ class Router(nn.Module):
         """Return the routing of x (batch, time, d_model); the state changes only in `update`.
 
         pasts: in inference, the past of each sequence that x continues. mask: (batch, time), True for tokens that
-        count; the others go to no expert, and the routing of the counted ones is that without the others.
+        count; other tokens go to no expert and do not affect the routing of those that count.
         """
         if mask is not None:
             return self._route_counted(x, mask)
@@ -122,7 +122,7 @@ class Router(nn.Module):
         return scores
 
     def _route_counted(self, x: Tensor, mask: Tensor) -> Routing:
-        """Return the routing of the tokens in the mask, alone, and zeros for the others."""
+        """Return the routing of only the tokens in the mask, with zeros for all other tokens."""
         if self.rule.scope(self.training) == "sequence":  # sequences of unequal lengths: one by one
             parts = [self.forward(of_row[counts][None]) for of_row, counts in zip(x, mask, strict=True)]
         else:
@@ -146,7 +146,7 @@ class Router(nn.Module):
         )
 
     def past(self, rate: float | None = None) -> RoutingHistory:
-        """Return the past of an empty sequence that is routed at `rate`; None is the router's own rate.
+        """Return the past of an empty sequence that is routed at `rate`, by default the router's own rate.
 
         Raises ValueError as `at_rate` does.
         """
@@ -196,15 +196,15 @@ class Router(nn.Module):
         return self._state_type(*(getattr(self, f"state_{name}") for name in self._state_type._fields))
 
     def at_rate(self, rate: float | None) -> Any:
-        """Return the state with which inference has a mean fanout of `rate`; None is as trained.
+        """Return the state with which inference has a mean fanout of `rate`; None returns the trained state.
 
-        Raises ValueError if the rate lies outside 0 to num_experts, or the rule cannot change its rate.
+        Raises ValueError if the rate is not between 0 and num_experts, or if the rule cannot change its rate.
         """
         return self.state if rate is None else self.rule.at_rate(self.state, rate)
 
     def thresholds(self, rate: float | None = None) -> Tensor | None:
-        """Return the thresholds of inference (experts,) at `rate`, or at the router's own rate; None if the rule routes
-        otherwise. Raises ValueError as `at_rate` does.
+        """Return the inference thresholds (experts,) at `rate`, or at the router's own rate. Returns None if the rule
+        has no thresholds. Raises ValueError as `at_rate` does.
         """
         return self.rule.thresholds(self.at_rate(self.rate if rate is None else rate))
 
@@ -213,7 +213,7 @@ class Router(nn.Module):
         """Update the rule's state in place, once per optimizer step.
 
         An observation that is not finite changes nothing, since a cutoff of NaN would stay NaN. Reporting it here would
-        synchronize with the device; the caller does, with `scores_not_finite`.
+        synchronize with the device, so the caller reports it, with `scores_not_finite`.
         """
         finite = all_finite(observation.tensors().values())
         moved = self.rule.update(self.state, observation)
@@ -226,19 +226,19 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def begin_run(self, experts_per_token: float) -> None:
-        """Start a new run in place from another's state, whose rule had `experts_per_token`; step counts reset."""
+        """Start a new run in place from the state of a rule that had `experts_per_token`; step counts are reset."""
         self._assign(self.rule.begin_run(self.state, experts_per_token))
 
     def reset_state(self) -> None:
-        """Restore the state before the first step, in place."""
+        """Reset the state to its value before the first step, in place."""
         self._assign(self.rule.init())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle contains: all but the group, which belongs to this process."""
+        """Return what a copy or a pickle contains: everything but the group, which belongs to this process."""
         return {**vars(self), "group": None}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load in the state's own dtypes, where assign=True would take the checkpoint's."""
+        """Load in the state's own dtypes, where assign=True would adopt the checkpoint's dtypes."""
         for name, value in self.state._asdict().items():
             if (loaded := state_dict.get(f"{prefix}state_{name}")) is not None:
                 state_dict[f"{prefix}state_{name}"] = loaded.to(value.dtype)

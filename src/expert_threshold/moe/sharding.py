@@ -11,14 +11,14 @@ from .layer import MoE
 
 
 def shard_experts(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Keep this rank's shard of the experts in every MoE layer of `module`; tokens travel to the owners of the others.
+    """Keep only this rank's experts in every MoE layer of `module`; tokens travel to the owners of other experts.
 
     Call it on all ranks of the group, with equal weights, before creating optimizers. Each rank then computes its own
-    tokens, any number of them; forward and backward must be called on all ranks of the group alike. An expert's
-    gradient is the sum over the group's ranks, complete at its owner: if a loss is the mean over W ranks, average other
-    parameters' gradients over the W, and sum experts' over the ranks that hold the same experts, divided by W.
+    tokens, in any number; all ranks of the group must call forward and backward equally often. An expert's gradient is
+    the sum over the group's ranks, complete at its owner. If a loss is the mean over W ranks, average the gradients of
+    other parameters over the W ranks; sum those of experts over the ranks holding the same experts, and divide by W.
 
-    Raises ValueError, on all ranks, if the experts do not divide by the ranks.
+    Raises ValueError, on all ranks, if the experts do not divide evenly by the ranks.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
     ranks = dist.get_world_size(group)

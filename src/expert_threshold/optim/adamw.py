@@ -8,10 +8,10 @@ from torch.optim.optimizer import ParamsT
 
 
 class AdamW(torch.optim.AdamW):
-    """Adam with bias correction, by torch's fused kernel, the fastest on CPUs and GPUs.
+    """Adam with bias correction, using torch's fused kernel, the fastest on CPUs and GPUs.
 
-    weight_decay: subtracts lr · weight_decay · W before the update; off by default, unlike torch's. The defaults are
-    the paper's. A parameter's step count includes only steps in which it had a gradient.
+    weight_decay: subtracts lr · weight_decay · W before the update; off by default, unlike in torch. Defaults are the
+    paper's. A parameter's step count includes only steps in which it had a gradient.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from .muon import Lines, OrthogonalizerName, Parts, Side
 
 OptimizerName = Literal["muon", "adamw"]
 DtypeName = Literal["auto", "bfloat16", "float32"]
-LARGEST = 1e30  # limit on learning rates and the like; scaled, they still fit float32
+LARGEST = 1e30  # limit on learning rates and the like, which fit float32 even when scaled
 Rate = Annotated[float, Bounds(above=0, below=LARGEST)]
 Strength = Annotated[float, Bounds(least=0, below=LARGEST)]
 Ratio = Annotated[float, Bounds(least=0, most=1)]
@@ -20,11 +20,11 @@ Ratio = Annotated[float, Bounds(least=0, most=1)]
 class OptimConfig:
     """Optimizers and schedules; the defaults are the paper's. Learning rates are peaks at d_model 768.
 
-    Warmups are counts of steps and are not scaled to the length of a run: short runs set shorter ones.
+    Warmups are numbers of steps and do not scale with the length of a run; short runs set shorter warmups.
     """
 
     matrix_lr: Rate = option(
-        0.02, "Learning rate of the matrices. Embedding and head have their own; routers and experts may."
+        0.02, "Learning rate of matrices. Embedding and head have their own rates; routers and experts can have them."
     )
     expert_lr: Rate | None = option(None, "Learning rate of the routed experts' matrices. Defaults to matrix_lr.")
     embed_lr: Rate = option(0.2, "Learning rate of the embedding.")
@@ -33,7 +33,7 @@ class OptimConfig:
     skip_lr: Rate = option(0.5, "Learning rate of the skip scalars, at any width.")
     router_optimizer: OptimizerName = option("muon", "Optimizer of the routers.")
     betas: Literal["nanochat"] | tuple[Decay, Decay] = option(
-        (0.9, 0.95), "AdamW's decay of the first and of the second moment. nanochat has other betas for each group."
+        (0.9, 0.95), "AdamW's decays of the first and second moment. nanochat sets different ones for each group."
     )
     eps: Rate = option(1e-10, "AdamW's epsilon.")
     adamw_warmup_steps: NonNegativeInt = option(250, "Steps over which AdamW's learning rates rise from 0.")
@@ -50,41 +50,39 @@ class OptimConfig:
     )
     ns_steps: Count = option(5, "Iterations in each Muon step.")
     ns_dtype: DtypeName = option(
-        "auto", "Dtype of the iteration's products. auto is bfloat16 where the hardware has it."
+        "auto", "Dtype of the iteration's products. auto is bfloat16 where the hardware supports it."
     )
     equilibrate: Lines | None = option(
-        None, "Give the momentum's rows or columns equal norms before the iteration (MuonEq). none switches it off."
+        None, "Give the momentum's rows or columns equal norms before the iteration (MuonEq). none disables this."
     )
     renormalize: Parts | None = option(
         None,
-        "Give the update's rows, columns or whole matrix the norm of an orthogonal one (Muon+). none switches it off.",
+        "Give the update's rows, columns or whole matrix the norm of an orthogonal matrix (Muon+). none disables this.",
     )
     normuon: Side | None = option(
-        None, "Divide the update by second moments of its rows, columns or longer side (NorMuon). none switches it off."
+        None, "Divide the update by second moments of its rows, columns or longer side (NorMuon). none disables this."
     )
     expert_period: Count = option(
         1,
-        "Update each layer's expert matrices only every N-th step, layers in turn, at N times the learning rate. "
-        "Momenta are updated in every step.",
+        "Update each layer's expert matrices only every N-th step, at N times the learning rate; layers take turns. "
+        "Momenta are updated every step.",
     )
     weight_decay: Strength = option(
         0.0,
-        "Decoupled weight decay of Muon's matrices, times their learning rate, where the update also moves a weight "
-        "towards 0. It falls to 0 by half a cosine. With it AdamW's weights decay too, as in nanochat.",
+        "Decoupled weight decay of Muon's matrices, times their learning rate. It applies where the update also moves "
+        "a weight towards 0, and falls to 0 along half a cosine. AdamW's weights then decay too, as in nanochat.",
     )
     cooldown: Share = option(
-        1.0, "Share of the steps over which learning rates fall in a straight line; before, they are constant."
+        1.0, "Share of the steps over which learning rates fall linearly; before that, they are constant."
     )
     min_lr_ratio: Ratio = option(0.1, "Final learning rate as a fraction of the peak.")
     clip: Rate | None = option(
-        None, "Maximum global norm of the gradients, which are scaled down to it. none switches clipping off."
+        None, "Maximum global norm of the gradients; larger gradients are scaled down to it. none disables clipping."
     )
-    scale_muon: bool = option(
-        True, "Scale Muon's learning rates by λ = (d_model / 768)^(−1/2) too. AdamW's always are."
-    )
+    scale_muon: bool = option(True, "Scale Muon's learning rates, like AdamW's, by λ = (d_model / 768)^(−1/2).")
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a value that cannot train."""
+        """Raise ValueError if a value is invalid."""
         if isinstance(vars(self)["betas"], list):  # JSON has no tuples
             object.__setattr__(self, "betas", tuple(self.betas))
         require_valid(OptimConfig, vars(self))
@@ -102,7 +100,7 @@ RELEASE = OptimConfig(
     scale_muon=False,
 )
 
-# nanochat's at 92d63d4 (July 2026), before it scales rates by the batch and the weight decay by the tokens.
+# nanochat's optimizer at 92d63d4 (July 2026), before it scales rates by batch size and weight decay by tokens.
 NANOCHAT = OptimConfig(
     matrix_lr=0.02,
     embed_lr=0.3,
@@ -124,6 +122,6 @@ NANOCHAT = OptimConfig(
 )
 
 # nanochat's 0.5 lets skip scalars jump to 3 in the first steps of small batches. A fifth iteration costs 2.5 % of an
-# expert threshold step at quickstart's size, and was worth 0.003 ± 0.010 nats (docs/model.md). Moving each layer's
-# experts in every third step saves 11 % and costs 0.002 ± 0.004 nats (docs/optimizer.md).
+# expert threshold step at quickstart's size, and gained 0.003 ± 0.010 nats (docs/model.md). Updating each layer's
+# experts only every third step saves 11 % and costs 0.002 ± 0.004 nats (docs/optimizer.md).
 TUNED = replace(NANOCHAT, skip_lr=0.15, ns_steps=4, expert_period=3)

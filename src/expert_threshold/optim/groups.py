@@ -27,24 +27,24 @@ NORMUON_BETA = 0.9
 
 
 def falling(progress: float, steps: int, end: float, cooldown: float) -> float:
-    """Return the fraction of the peak at `progress` of `steps`: 1, then a straight line to `end` over the cooldown.
+    """Return the fraction of the peak at `progress` of `steps`: 1, then linear to `end` over the cooldown.
 
-    cooldown: its share of the steps; 1 is the paper's schedule.
+    cooldown: the cooldown's share of the steps; 1 is the paper's schedule.
     """
     if cooldown == 1:
-        return 1 + (end - 1) * progress / steps  # as below up to rounding
+        return 1 + (end - 1) * progress / steps  # as below, up to rounding
     return end + (1 - end) * min(1.0, 1 / cooldown * (steps - progress) / steps)
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """Return (step + 1) / warmup_steps, at most 1; the first step is not zero."""
+    """Return (step + 1) / warmup_steps, capped at 1; the first step is not zero."""
     return min(1.0, (step + 1) / max(1, warmup_steps))
 
 
 def momentum_at(step: int, progress: float, steps: int, config: OptimConfig) -> float:
     """Return Muon's momentum: linear from MOMENTUM_START at step 0 to momentum at step momentum_warmup_steps.
 
-    With momentum_end, it then goes there in proportion as the learning rates fall.
+    With momentum_end, it then approaches that value in proportion to the fall of the learning rates.
     """
     risen = min(1.0, step / config.momentum_warmup_steps) if config.momentum_warmup_steps else 1.0
     momentum = (1 - risen) * MOMENTUM_START + risen * config.momentum
@@ -55,7 +55,7 @@ def momentum_at(step: int, progress: float, steps: int, config: OptimConfig) -> 
 
 
 def weight_decay_at(progress: float, steps: int, config: OptimConfig) -> float:
-    """Return the weight decay at `progress` of `steps`: half a cosine from its value to 0."""
+    """Return the weight decay at `progress` of `steps`: half a cosine from the configured value to 0."""
     return config.weight_decay * (1 + math.cos(math.pi * progress / steps)) / 2
 
 
@@ -74,7 +74,7 @@ class Optimizer(Protocol):
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state before its first step.
 
-        Its tensors are scalars, or of the parameter's shape but for size 1 in some dimensions, and are sharded over
+        Its tensors are scalars, or have the parameter's shape but for size 1 in some dimensions; those are sharded over
         ranks like the parameter.
         """
 
@@ -82,15 +82,15 @@ class Optimizer(Protocol):
 class OptimizerSpec(NamedTuple):
     """An optimizer and how a run uses it."""
 
-    make: Callable[[list[dict[str, Any]], OptimConfig], Optimizer]  # of groups of named parameters
+    make: Callable[[list[dict[str, Any]], OptimConfig], Optimizer]  # from groups of named parameters
     whole_matrices: bool  # an update needs full matrices; otherwise it is elementwise
     scaled: Callable[[OptimConfig], bool]  # True if λ scales its learning rates
-    warmup_steps: Callable[[OptimConfig], int]  # of its learning rates
-    # (step, progress of the schedule, total steps, config) → options of its parameter groups.
+    warmup_steps: Callable[[OptimConfig], int]  # steps over which its learning rates rise
+    # (step, progress of the schedule, total steps, config) → options for its parameter groups.
     options: Callable[[int, float, int, OptimConfig], dict[str, Any]]
 
 
-OPTIMIZERS: dict[str, OptimizerSpec] = {  # fast ones step first: their updates are communicated while slow ones compute
+OPTIMIZERS: dict[str, OptimizerSpec] = {  # the fast one first: its updates are communicated while the slow one computes
     "adamw": OptimizerSpec(
         lambda params, config: AdamW(params, eps=config.eps),
         whole_matrices=False,
@@ -139,12 +139,12 @@ class GroupSpec(NamedTuple):
     takes: Callable[[str, Tensor], bool]
     optimizer: Callable[[OptimConfig], str]
     peak: Callable[[OptimConfig], float]  # learning rate, before λ
-    betas: tuple[float, float] = (0.8, 0.95)  # of AdamW in nanochat
-    weight_decay: float = 0.0  # of AdamW in nanochat
-    scaled: bool = True  # by λ, if the optimizer's rates are; scalars do not depend on the width
+    betas: tuple[float, float] = (0.8, 0.95)  # AdamW's in nanochat
+    weight_decay: float = 0.0  # AdamW's in nanochat
+    scaled: bool = True  # by λ, if the optimizer's rates are; rates of scalars do not depend on the width
 
 
-GROUPS: dict[str, GroupSpec] = {  # a parameter belongs to the last group that takes it
+GROUPS: dict[str, GroupSpec] = {  # a parameter belongs to the last group that accepts it
     "matrix": GroupSpec(
         lambda name, parameter: parameter.ndim >= 2, lambda config: "muon", lambda config: config.matrix_lr
     ),
@@ -203,12 +203,12 @@ GROUPS: dict[str, GroupSpec] = {  # a parameter belongs to the last group that t
 
 
 class Group(NamedTuple):
-    """Parameters that share a kind of optimizer and a learning rate; `peak` is the schedule's peak, λ included."""
+    """Parameters that share a kind of optimizer and a learning rate; `peak` is the schedule's peak, including λ."""
 
     kind: str
     peak: float
     parameters: dict[str, Tensor]
-    optimizers: list[Optimizer]  # one per matrix shape: its updates are communicated during the next one's
+    optimizers: list[Optimizer]  # one per matrix shape; its updates are communicated while the next one computes
 
 
 class OptimizerState(NamedTuple):
@@ -237,7 +237,7 @@ class Optimizers:
     def learning_rates(self, step: int, steps: int, progress: float | None = None) -> dict[str, float]:
         """Return the learning rate of each group at `step` of `steps`, before Muon scales it by a matrix's shape.
 
-        progress: how far the schedule of `steps` steps has come, if that is not `step` itself.
+        progress: the position in the schedule of `steps` steps, if it differs from `step`.
         """
         progress = step if progress is None else progress
         assert 0 <= progress <= steps
@@ -255,7 +255,7 @@ class Optimizers:
         moved: Callable[[Collection[str]], None] = lambda names: None,
         progress: float | None = None,
     ) -> None:
-        """Clip gradients if `clip` is set, then update every parameter that has one, at `step` of `steps`.
+        """Clip gradients if `clip` is set, then update every parameter that has a gradient, at `step` of `steps`.
 
         grad_norm: the norm of all ranks' gradients; None in a single process. moved: called with the names of
         parameters as soon as they are updated. progress: as in `learning_rates`.
@@ -283,7 +283,7 @@ class Optimizers:
         return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state without scalars, not copied: `muon.….momentum`, `adamw.….exp_avg`, `adamw.….exp_avg_sq`."""
+        """Return the non-scalar state, not copied: `muon.….momentum`, `adamw.….exp_avg`, `adamw.….exp_avg_sq`."""
         return {name: tensor for name, tensor in self._state() if tensor.ndim}
 
     def state_dict(self) -> OptimizerState:
@@ -292,7 +292,7 @@ class Optimizers:
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], counters: Mapping[str, float]) -> None:
-        """Load a saved state. Raises ValueError, with nothing changed, that names the first entry that does not fit."""
+        """Load a saved state. If an entry does not fit, raise ValueError naming the first one, with nothing changed."""
         mine, my_counters = self.state_dict()
         _require_same_names(mine, tensors)
         _require_same_names(my_counters, counters)
@@ -329,9 +329,9 @@ def _require_same_names(needed: Mapping[str, Any], given: Mapping[str, Any]) -> 
 
 
 def make_optimizers(named_parameters: Iterable[tuple[str, Tensor]], config: OptimConfig, d_model: int) -> Optimizers:
-    """Return Muon for matrices and stacks of them (…, out, in), AdamW for embedding and head, either for routers.
+    """Return Muon for matrices and stacks of them (…, out, in), AdamW for embedding and head, and either for routers.
 
-    Call it once the parameters are on their device. Raises ValueError for a parameter of no group, such as a vector.
+    Call it once the parameters are on their device. Raises ValueError if a parameter, such as a vector, fits no group.
     """
     members: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
     for name, parameter in named_parameters:
@@ -344,7 +344,7 @@ def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_mod
     kind = GROUPS[group].optimizer(config)
     row = OPTIMIZERS[kind]
     scale = (d_model / 768) ** -0.5 if row.scaled(config) and GROUPS[group].scaled else 1
-    # Ranks gather what optimizers have moved in this order, so it must not depend on how many rows a rank owns.
+    # Ranks gather updated parameters in this order, so it must not depend on how many rows a rank owns.
     first = -2 if row.whole_matrices else 1
     by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters.items():
@@ -355,7 +355,7 @@ def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_mod
 
 
 def _adamw(group: GroupSpec, config: OptimConfig) -> dict[str, Any]:
-    """Return the options of AdamW that differ between groups."""
+    """Return AdamW's options that differ between groups."""
     first, second = group.betas if config.betas == "nanochat" else config.betas
     decay = group.weight_decay if config.weight_decay else 0.0
     return {"betas": (float(first), float(second)), "weight_decay": decay}  # torch rejects integers such as 0
@@ -367,7 +367,7 @@ def moves_matrices(name: str, parameter: Tensor, config: OptimConfig) -> bool:
 
 
 def reads_weights(config: OptimConfig) -> bool:
-    """Return True if an update depends on the weights themselves, so that a rank that makes it needs them."""
+    """Return True if an update depends on the weights themselves, so that the rank computing it needs them."""
     return config.weight_decay > 0
 
 
@@ -376,6 +376,6 @@ def _group_of(name: str, parameter: Tensor) -> str:
         if row.takes(name, parameter):
             return group
     raise ValueError(
-        f"parameter {name} of shape {tuple(parameter.shape)} has no optimizer: Muon takes matrices, AdamW the "
+        f"parameter {name} of shape {tuple(parameter.shape)} has no optimizer: Muon is for matrices, AdamW for the "
         "embedding, the head and the router; leave it out of named_parameters and step it yourself"
     )

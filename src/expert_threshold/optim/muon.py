@@ -1,4 +1,4 @@
-"""Muon: momentum orthogonalized by a Newton-Schulz iteration, for the model's matrices, with later additions to it."""
+"""Muon: momentum orthogonalized by a Newton-Schulz iteration, for the model's matrices, with later extensions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Polynomial = tuple[float, float, float]  # a, b, c of a x + b x³ + c x⁵
 
 COEFFICIENTS: Polynomial = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7  # the smallest norm to divide by
-# The best polynomials of five steps for singular values from 0.001 to 1, which end within 0.1411 of 1; as nanochat has
-# them, computed with a safety factor of 0.02 and a cushion of 2. Later steps repeat the last. The norm's own factor
-# keeps rounding from pushing singular values above 1.
+# The optimal polynomials of five steps, which take singular values from 0.001 to 1 to within 0.1411 of 1. They are
+# nanochat's, computed with a safety factor of 0.02 and a cushion of 2. Later steps repeat the last one. The factor on
+# the norm keeps rounding from pushing singular values above 1.
 POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -37,15 +37,15 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = (
 POLAR_EXPRESS_SAFETY = 1.01
 LEAST_SECOND_MOMENT = 1e-10
 
-# Elements of a batch of the iteration: enough to fill a GPU, few enough for a CPU's cache; larger temporaries would be
-# read from memory for every product.
+# Elements in a batch of the iteration: enough to fill a GPU, few enough for a CPU's cache, since larger temporaries
+# would be read from memory for every product.
 BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
     """Return bfloat16 if the hardware multiplies it, else float32.
 
-    CUDA devices do from compute capability 8.0 (Ampere) on, ROCm devices always, and CPUs with AVX-512 BF16, which AMX
+    CUDA devices do so from compute capability 8.0 (Ampere), ROCm devices always, and CPUs with AVX-512 BF16, which AMX
     implies.
     """
     if device.type == "cuda":
@@ -58,8 +58,8 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 class _Piece(NamedTuple):
     """Some of a parameter's matrices with their gradients and momenta, each (matrices, rows, columns).
 
-    All are views, except for gradients with other strides, which are copied. second_moment: of NorMuon, (matrices,
-    rows, 1) or (matrices, 1, columns); None without it.
+    All are views, except for gradients with other strides, which are copied. second_moment: NorMuon's, (matrices,
+    rows, 1) or (matrices, 1, columns); None without NorMuon.
     """
 
     weight: Tensor
@@ -71,12 +71,12 @@ class _Piece(NamedTuple):
 class Muon(Optimizer):
     """Steepest descent under the spectral norm, with Nesterov momentum; matrices of one shape are batched.
 
-    params: matrices (out, in), or stacks of them (experts, out, in). By default each matrix is updated as
-    by `torch.optim.Muon` without weight decay, which accepts no stacks. ns_dtype: dtype of the iteration's products;
-    None is `fast_dtype`. period: a parameter group is updated only in every period-th step, number `phase` of each
-    period, at period times the learning rate; in the other steps only its momenta are. turn: the number of the next
-    step. The remaining options are those of `OptimConfig` and off by default. Raises ValueError for a vector, a
-    convolution of two dimensions or more, and a parameter sharded over ranks.
+    params: matrices (out, in), or stacks of them (experts, out, in). By default, each matrix is updated as by
+    `torch.optim.Muon` (which accepts no stacks) without weight decay. ns_dtype: dtype of the iteration's products; None
+    uses `fast_dtype`. period: a parameter group is updated only every period-th step, number `phase` of each period, at
+    period times the learning rate; other steps update only its momenta. turn: the number of the next step. The
+    remaining options are those of `OptimConfig` and off by default. Raises ValueError for a vector, a convolution of
+    two or more dimensions, or a parameter sharded over ranks.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update W ← W − lr · √max(1, out/in) · orthogonalize(Nesterov momentum) for each W with a gradient.
 
-        Weight decay first subtracts lr · weight_decay · W, or, if cautious, this only where the update has the sign of
-        W. Between the steps of its period a group keeps W and its second moments. closure: recomputes the loss and the
-        gradients; its loss is returned.
+        Weight decay first subtracts lr · weight_decay · W; if cautious, it does so only where the update has the sign
+        of W. Outside its turn, a group keeps W and its second moments. closure: recomputes the loss and the gradients;
+        its loss is returned.
         """
         loss = None
         if closure is not None:
@@ -164,7 +164,7 @@ class Muon(Optimizer):
         return loss
 
     def _piece(self, weight: Tensor, normuon: bool) -> _Piece:
-        """Return the whole parameter as one piece. normuon: its second moment is used."""
+        """Return the whole parameter as one piece. normuon: include its second moment."""
         assert weight.grad is not None
         state = self.state[weight]
         if not state:
@@ -198,7 +198,7 @@ def _require_movable(group: Mapping[str, Any]) -> None:
         value = group[option]
         require_kind(option, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value, kind)
     for parameter, name in itertools.zip_longest(group["params"], group.get("param_names", ())):
-        wrong = None if parameter.ndim in (2, 3) else "is no matrix or stack of matrices"
+        wrong = None if parameter.ndim in (2, 3) else "is not a matrix or a stack of matrices"
         if hasattr(parameter, "device_mesh"):  # a DTensor
             wrong = "is sharded, as by fully_shard"
         if wrong is not None:
@@ -244,7 +244,7 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
             group["cautious"],
             rate,
         )
-        increment_version([*weights, *momenta, *second_moments])  # tells autograd that what it saved of them is stale
+        increment_version([*weights, *momenta, *second_moments])  # lets autograd detect that saved tensors are stale
     for batch in _batches(others):
         sizes = [len(piece.weight) for piece in batch]
         directions = batch[0].grad.new_empty(sum(sizes), rows, columns)
@@ -265,10 +265,10 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
 
 
 def _decay(weight: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
-    """Update W ← W − amount · W, or, if cautious, only where U · W ≥ 0: where the update too goes towards 0.
+    """Update W ← W − amount · W; if cautious, only where U · W ≥ 0, so that the update also moves W towards 0.
 
     Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); Chen et al., Cautious Weight Decay (2025). The
-    amount does not depend on the matrix's shape, as in `torch.optim.Muon`; in nanochat it has Muon's √max(1, out/in).
+    amount does not depend on the matrix's shape, as in `torch.optim.Muon`; nanochat multiplies by √max(1, out/in).
     """
     if cautious:  # in place and without a boolean: twice as fast on a CPU
         weight.sub_((update * weight).ge_(0).mul_(weight), alpha=amount)
@@ -277,7 +277,7 @@ def _decay(weight: Tensor, update: Tensor, amount: float, cautious: bool) -> Non
 
 
 def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
-    """Yields batches of pieces of one matrix shape; a piece larger than a batch is split."""
+    """Yield batches of pieces of one matrix shape; a piece larger than a batch is split."""
     pieces: list[_Piece] = []
     for whole in wholes:
         size = _batch_size(whole.weight)
@@ -294,17 +294,17 @@ def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _batch_size(weight: Tensor) -> int:
-    """Return how many matrices of the weight's shape make a batch."""
+    """Return how many matrices of the weight's shape fit in a batch."""
     return max(1, BATCH_ELEMENTS["cpu" if weight.is_cpu else "gpu"] // weight.shape[-2:].numel())
 
 
 # The functions between momentum and update, on stacks of matrices (…, rows, columns), in the order in which Muon
 # applies them: `normalize` as MuonEq's equilibration, `orthogonalize`, `normalize` as Muon+'s renormalisation,
-# `normuon`. Only the iteration is always there.
+# `normuon`. Only `orthogonalize` always runs.
 
 
 def iteration(name: OrthogonalizerName, steps: int) -> tuple[list[Polynomial], float]:
-    """Return the polynomial of each step, and the factor of the norm that matrices are divided by before the first."""
+    """Return each step's polynomial, and the factor on the norm by which matrices are divided before the first step."""
     if name == "newton_schulz":
         return [COEFFICIENTS] * steps, 1.0
     return [POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] for step in range(steps)], POLAR_EXPRESS_SAFETY
@@ -319,10 +319,10 @@ def orthogonalize(
 ) -> Tensor:
     """Return the matrices with all singular values about 1 and the same singular vectors; a zero matrix stays zero.
 
-    matrices: (…, rows, columns). Iterates X ← (a + b X Xᵀ + c (X Xᵀ)²) X from X = M / ‖M‖, the matrix's own Frobenius
-    norm. newton_schulz: Jordan et al., Muon (2024). polar_express starts from X = M / (1.01 ‖M‖), each polynomial is
-    the best one for the interval in which the one before leaves the singular values, so that small ones grow faster and
-    all end closer to 1: Amsel et al., The Polar Express (2025). dtype: of the products and of the result.
+    matrices: (…, rows, columns). Iterates X ← (a + b X Xᵀ + c (X Xᵀ)²) X from X = M / ‖M‖, with each matrix's Frobenius
+    norm. newton_schulz: Jordan et al., Muon (2024). polar_express: Amsel et al., The Polar Express (2025), starts from
+    X = M / (1.01 ‖M‖). Each polynomial is optimal for the interval in which the previous one leaves the singular
+    values, so small values grow faster and all end closer to 1. dtype: the dtype of the products and of the result.
     """
     polynomials, safety = iteration(name, steps)
     rows, columns = matrices.shape[-2:]
@@ -342,11 +342,11 @@ def orthogonalize(
 
 
 def normalize(matrices: Tensor, parts: Parts) -> Tensor:
-    """Return M with equal norms of its rows, M_i √(min(m, n) / m) / ‖M_i‖, or of its columns; or M √min(m, n) / ‖M‖.
+    """Return M with equal row norms, M_i √(min(m, n) / m) / ‖M_i‖, or equal column norms, or M √min(m, n) / ‖M‖.
 
-    So every matrix (m, n) gets the Frobenius norm √min(m, n) of an orthogonal one; what is zero stays zero. Before the
-    iteration this is the equilibration of Chang et al., MuonEq (2026), and behind it the renormalisation of Zhang et
-    al., Muon+ (2026), which has rows or columns of norm 1; nanochat renormalises the whole matrix.
+    Every matrix (m, n) thus gets the Frobenius norm √min(m, n) of an orthogonal matrix; zeros stay zero. Before the
+    iteration, this is the equilibration of Chang et al., MuonEq (2026). After it, this is the renormalisation of Zhang
+    et al., Muon+ (2026), who give rows or columns a norm of 1; nanochat renormalises the whole matrix.
     """
     dim = {"rows": -1, "columns": -2, "matrix": (-2, -1)}[parts]
     norm: Tensor = torch.linalg.vector_norm(matrices, dim=dim, keepdim=True).clamp_(min=EPS)
@@ -355,7 +355,7 @@ def normalize(matrices: Tensor, parts: Parts) -> Tensor:
 
 
 def second_moment_shape(matrices: torch.Size, side: Side) -> tuple[int, ...]:
-    """Return the shape of NorMuon's second moments, one of each row, column, or line along the longer side."""
+    """Return the shape of NorMuon's second moments: one per row, per column, or per line of the longer side."""
     *stack, rows, columns = matrices
     by_row = side == "rows" or (side == "longer" and rows >= columns)
     return (*stack, rows, 1) if by_row else (*stack, 1, columns)
@@ -363,11 +363,11 @@ def second_moment_shape(matrices: torch.Size, side: Side) -> tuple[int, ...]:
 
 @torch.no_grad()
 def normuon(update: Tensor, second_moment: Tensor, beta: float) -> Tensor:
-    """Update v ← β v + (1 − β) mean(U²) over each row or column, and returns U / √v scaled to the norm of U.
+    """Update v ← β v + (1 − β) mean(U²) over each row or column, and return U / √v scaled to the norm of U.
 
-    So rows that moved more than others for a while move less. second_moment: v, of `second_moment_shape`, changed in
-    place. Li et al., NorMuon (2025), has rows, and scales to a root mean square of 0.2; to keep the norm, and the
-    longer side, are nanochat's.
+    Rows that recently moved more than others thus move less. second_moment: v, of shape `second_moment_shape`, updated
+    in place. Li et al., NorMuon (2025), use rows and scale to a root mean square of 0.2; keeping the norm and using the
+    longer side follow nanochat.
     """
     mean = update.square().sum_to_size(second_moment.shape) / (update.numel() // second_moment.numel())
     second_moment.lerp_(mean, 1 - beta)

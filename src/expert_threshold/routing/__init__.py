@@ -1,12 +1,12 @@
 """Routing rules: pure functions of a score matrix.
 
-Dimensions, by the words that docstrings use:
+Dimension names used in docstrings:
 
-    batch, time    sequences of a micro-batch, and tokens of a sequence; tokens = batch · time
-    experts        routed experts; in formulas E, and i is one of them
+    batch, time    sequences in a micro-batch, and tokens in a sequence; tokens = batch · time
+    experts        routed experts; E in formulas, with index i
     num_scores     width of the scores: experts first, then null slots or null scores, if the rule has any
-    pools          groups of tokens that compete with each other: (pools, tokens of one pool, experts)
-    k, ks          tokens that one expert takes from a pool, or experts that one token takes; cuts (ks, pools, experts)
+    pools          groups of tokens that compete with each other: (pools, tokens per pool, experts)
+    k, ks          tokens per expert in a pool, or experts per token; cuts are (ks, pools, experts)
     levels         quantiles in a sketch of an expert's scores
 """
 

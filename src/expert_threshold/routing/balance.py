@@ -1,4 +1,4 @@
-"""Ways to balance token choice: auxiliary losses, and biases that a controller moves."""
+"""Load balancing for token choice: auxiliary losses and controlled biases."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def auxiliary_loss(gates: Tensor, load: Tensor, *, strength: float) -> Tensor:
-    """Return α Σ_i f_i P_i (paper, Related Work, Load Balancing), differentiable through the gates alone.
+    """Return α Σ_i f_i P_i (paper, Related Work, Load Balancing), differentiable only through the gates.
 
-    gates: (batch, time, experts), from `shares_of`; load: (experts,), the loads from which f is computed. P_i is
-    the mean of these gates. Equals α Σ_i P_i under perfect balance.
+    gates: (batch, time, experts), from `shares_of`, whose means are P_i. load: (experts,), from which f is computed.
+    Under perfect balance, the loss is α Σ_i P_i.
     """
     gates = gates.reshape(-1, gates.shape[-1])
     mean_gate = gates.sum(0) / max(len(gates), 1)
@@ -19,7 +19,7 @@ def auxiliary_loss(gates: Tensor, load: Tensor, *, strength: float) -> Tensor:
 
 
 def normalised_load(load: Tensor) -> Tensor:
-    """Return f_i, each expert's load over the mean load: 1 under balance, and all 1 if nothing was routed."""
+    """Return f_i, each expert's load over the mean load: 1 under balance, and also if nothing was routed."""
     mean = load.sum() / len(load)
     return torch.where(mean > 0, load / mean, 1.0)
 

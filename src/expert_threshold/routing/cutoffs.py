@@ -1,7 +1,7 @@
 """Pools and cutoffs, shared by expert choice and expert threshold.
 
-Both keep a running mean of their pools' k-th largest scores, the cutoff, by which they route in inference. They also
-keep the running mean of sketches of all scores, from which cutoffs for any other rate follow after training.
+Both rules keep a running mean of their pools' k-th largest scores, the cutoff by which inference routes. They also
+keep a running mean of score sketches, which yields the cutoffs for any other rate after training.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from .selection import Cut, take
 Pool = Literal["sequence", "batch", "global"] | Count
 
 
-# A sketch of each expert's score distribution: quantiles at a few usages, the shares of tokens above a cutoff, at equal
-# steps of logit(u) = log(u / (1 − u)), on which those of bell-shaped distributions are nearly linear; beyond the last
-# level they are extrapolated linearly.
+# A sketch holds quantiles of each expert's score distribution at a few usages u, the share of tokens above a cutoff.
+# Usages are evenly spaced in logit(u) = log(u / (1 − u)), in which quantiles of bell-shaped distributions are nearly
+# linear. Beyond the last level, quantiles are extrapolated linearly.
 
 STEP, LAST = 0.5, 7.5
-"""Levels are logits of usage from −LAST to LAST, that is 0.06 % to 99.94 % of the tokens."""
+"""Levels are logits of usage from −LAST to LAST: 0.06 % to 99.94 % of the tokens."""
 LEVELS = round(2 * LAST / STEP) + 1
 MOST_USAGE = 1 / (1 + math.exp(-LAST))
 """The largest usage at which quantiles are kept."""
 SAMPLE = 2048
-"""The maximum number of tokens sorted, which costs less than one k-th largest of a training batch."""
+"""Maximum number of tokens to sort. Sorting them costs less than finding a training batch's k-th largest scores."""
 
 
 @torch.no_grad()
 def sketch(scores: Tensor) -> Tensor:
-    """Return the scores (levels, experts), falling, that each level's share of tokens exceeds; scores: (tokens,
-    experts).
+    """Return the scores (levels, experts), in descending order, that each level's share of the tokens exceeds.
 
-    Uses at most SAMPLE tokens, evenly spaced. The spacing is odd, so that all positions occur in sequences of an even
-    length. The h-th largest of n estimates the quantile at usage h / (n + 1), its expectation for independent tokens.
+    scores: (tokens, experts). Uses up to SAMPLE tokens with an odd spacing, which samples every position of even-length
+    sequences. The h-th largest of n scores estimates the quantile at usage h / (n + 1), its expectation.
     """
     stride = -(-len(scores) // SAMPLE) | 1
     ordered = _ascending(scores.detach()[::stride])
@@ -56,7 +55,7 @@ def sketch(scores: Tensor) -> Tensor:
 
 
 def quantile(sketch: Tensor, usage: float) -> Tensor:
-    """Return the cutoffs (experts,) that a share `usage` of the tokens exceeds: no token at 0, every token at 1."""
+    """Return the cutoffs (experts,) that a share `usage` of the tokens exceeds: none at 0, all at 1."""
     if not 0 < usage < 1:
         return sketch.new_full(sketch.shape[1:], -math.inf if usage else math.inf)
     place = (math.log(usage / (1 - usage)) + LAST) / STEP
@@ -86,19 +85,19 @@ class CutoffState(NamedTuple):
     weight: Tensor  # () float32, the share of the mean that comes from data; 1 when not debiased
     step: Tensor  # () int64, optimizer steps counted by `update_cutoff`
     sketch: Tensor  # (levels, experts) float32, running mean of the batch sketches, always debiased
-    sketch_weight: Tensor  # () float32, its weight; 0 before the first update
-    slope: Tensor  # (experts,) float32, expected change of the mean until the next step; 0 unless a trend is followed
+    sketch_weight: Tensor  # () float32, weight of the sketch; 0 before the first update
+    slope: Tensor  # (experts,) float32, expected change of the mean by the next step; 0 unless a trend is followed
 
 
 def cutoff(state: CutoffState) -> Tensor:
-    """Return the cutoffs that scores are compared with, (experts,)."""
+    """Return the cutoffs (experts,) that scores are compared with."""
     return torch.where(state.weight > 0, state.mean / state.weight, 0.0) + state.slope
 
 
 def dial(state: CutoffState, rate: float) -> CutoffState:
-    """Return the state with cutoffs at which a token goes to `rate` experts on average, all experts equally often.
+    """Return the state whose cutoffs send a token to `rate` experts on average, using all experts equally.
 
-    rate: from 0, no expert, to num_experts. Raises ValueError if it lies outside, or the state has no sketch.
+    rate: between 0 and num_experts. Raises ValueError if it is out of range, or if the state has no sketch.
     """
     num_experts = len(state.mean)
     if not 0 <= rate <= num_experts:
@@ -110,10 +109,10 @@ def dial(state: CutoffState, rate: float) -> CutoffState:
 
 
 def begin_run(state: CutoffState, first: CutoffState, rate: float | None = None) -> CutoffState:
-    """Return the state in which a new run starts from an earlier one's cutoffs and sketch, with its step count at 0.
+    """Return the initial state of a new run that keeps an earlier run's cutoffs and sketch, but resets the step count.
 
-    first: the new run's state without data. rate: the new experts per token, if it changed; cutoffs are then read from
-    the sketch, if there is one; never −∞, from which no mean moves. The new run may use another estimator.
+    first: the new run's state without data. rate: the new experts_per_token, if it changed. The cutoffs are then read
+    from the sketch, if any, but never at −∞, where a mean would stay. The new run may use another estimator.
     """
     if rate is not None:
         state = dial(state, min(rate, MOST_USAGE * len(state.mean))) if state.sketch_weight > 0 else first
@@ -133,11 +132,11 @@ def begin_run(state: CutoffState, first: CutoffState, rate: float | None = None)
 def update_cutoff(state: CutoffState, observation: Observation, decay: float, debias: bool) -> CutoffState:
     """Return the state after c ← β c + (1−β) · batch cutoff (paper, Algorithm 1, line 5), once per optimizer step.
 
-    A step that formed no pool changes nothing. The state may come from another run's estimator: this mean continues
-    from its cutoff, whatever its weight and slope.
+    A step that formed no pool changes nothing. The state may come from a run with another estimator: the mean continues
+    from that run's cutoff, whatever its weight and slope.
     """
     seen = observation.pools > 0
-    # Both forms of the mean start from what the state's cutoff is now, a trend's slope included.
+    # Both forms of the mean start from the state's current cutoff, including a trend's slope.
     before = state.mean + state.weight * state.slope if debias else cutoff(state)
     mean = decay * before + (1 - decay) * observation.batch_cutoff
     weight = decay * state.weight + (1 - decay) if debias else torch.ones_like(state.weight)
@@ -149,17 +148,17 @@ def update_cutoff(state: CutoffState, observation: Observation, decay: float, de
 
 @torch.no_grad()
 def follow_trend(state: CutoffState, observation: Observation, decay: float) -> CutoffState:
-    """Return the state after a step of Brown's double exponential smoothing, in place of the running mean, which lags
-    β / (1−β) steps behind drifting scores.
+    """Return the state after a step of Brown's double exponential smoothing, which does not lag β / (1−β) steps behind
+    drifting scores as the running mean does.
 
-    With c the cutoff and b the batch's: l ← c + (1−β)(b − c), s ← s + g (l − l' − s), c ← l + s. The gain of the slope,
-    g = (1−√β) / (1+√β), damps critically: n steps after a jump the error has fallen like n √β ⁿ.
+    With cutoff c and batch cutoff b: l ← c + (1−β)(b − c), s ← s + g (l − l' − s), c ← l + s. The slope's gain,
+    g = (1−√β) / (1+√β), damps critically: n steps after a jump, the error has decayed like n √β ⁿ.
     """
     updated = update_cutoff(state, observation, decay, debias=True)
     started, seen = state.weight > 0, observation.pools > 0
     forecast = cutoff(state).where(started, observation.batch_cutoff)
     level = forecast + (1 - decay) * (observation.batch_cutoff - forecast)
-    rise = level - state.mean / state.weight  # of the level; the weight is below 1 after a debiased mean
+    rise = level - state.mean / state.weight  # rise of the level; the weight is below 1 after a debiased mean
     slope = state.slope + (rise - state.slope) * ((1 - decay**0.5) / (1 + decay**0.5))
     return updated._replace(
         mean=level.where(seen, state.mean),
@@ -169,15 +168,15 @@ def follow_trend(state: CutoffState, observation: Observation, decay: float) -> 
 
 
 def batch_sketch(observation: Observation) -> Tensor:
-    """Return the mean over tokens of the sketches of their scores, (levels, experts); NaN where no pool was formed."""
+    """Return the batch's mean sketch (levels, experts), weighted by tokens; NaN if no pool was formed."""
     return observation.sketch_sum / observation.tokens
 
 
 class Pools(NamedTuple):
-    """Scores grouped into pools, whose tokens compete with each other."""
+    """Scores grouped into pools of tokens that compete with each other."""
 
     scores: Tensor  # (pools, tokens, experts) of this rank, detached, since selection carries no gradient
-    tokens: int  # in one pool, over all ranks
+    tokens: int  # tokens in one pool, over all ranks
     group: dist.ProcessGroup | None  # the ranks that share the one pool; None if pools are local to this rank
 
 
@@ -210,7 +209,7 @@ def _over_ranks(tokens: int, group: dist.ProcessGroup | None, device: torch.devi
 
 
 def bounds(tokens: int, experts_per_token: float, num_experts: int, slack: float | None) -> tuple[int, int, int]:
-    """Return k = ⌊tokens · experts_per_token / num_experts⌋, k_min = ⌊k(1−s)⌋ and k_max = ⌊k(1+s)⌋ of a pool.
+    """Return k = ⌊tokens · experts_per_token / num_experts⌋, k_min = ⌊k(1−s)⌋ and k_max = ⌊k(1+s)⌋ for a pool.
 
     Floors are computed from the numbers as written in decimal, not their binary approximations. Raises ValueError if
     k = 0, unless there are no tokens.
@@ -219,8 +218,8 @@ def bounds(tokens: int, experts_per_token: float, num_experts: int, slack: float
     k = tokens * numerator // (denominator * num_experts)
     if k == 0 and tokens > 0:
         raise ValueError(
-            f"pool of {tokens} tokens: k = ⌊{tokens} · {experts_per_token} / {num_experts}⌋ = 0, experts would get no "
-            f"token; use a pool of at least {-(-num_experts * denominator // numerator)} tokens, more "
+            f"pool of {tokens} tokens: k = ⌊{tokens} · {experts_per_token} / {num_experts}⌋ = 0, so experts would get "
+            f"no tokens; use a pool of at least {-(-num_experts * denominator // numerator)} tokens, a larger "
             f"experts_per_token or fewer experts"
         )
     if slack is None:
@@ -239,9 +238,9 @@ GatesOf = Callable[[Tensor, Tensor], Tensor]
 
 
 def route_by_cutoff(scores: Tensor, gates_of: GatesOf, cutoff: Tensor, experts_per_token: float) -> Routing:
-    """Return the routing z = 1{r > c}, by each token's own score alone (paper, Eq. 6; Algorithm 1, line 3).
+    """Return the routing z = 1{r > c}, based only on each token's own scores (paper, Eq. 6; Algorithm 1, line 3).
 
-    scores: (batch, time, num_scores), the experts' first.
+    scores: (batch, time, num_scores), with the experts' scores first.
     """
     assignment = scores[..., : len(cutoff)] > cutoff
     gates = gates_of(scores, assignment)
@@ -265,10 +264,10 @@ def route_by_cutoff(scores: Tensor, gates_of: GatesOf, cutoff: Tensor, experts_p
 def route_by_cut(
     scores: Tensor, gates_of: GatesOf, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor
 ) -> Routing:
-    """Return the routing that takes the tokens of `pools` up to the cut, observed against the running cutoff.
+    """Return the routing that takes each pool's tokens up to its cut, with drops and fills relative to `cutoff`.
 
-    scores: (batch, time, num_scores); pools were formed from the experts', which come first. kth: the pools' cuts of
-    the k largest.
+    scores: (batch, time, num_scores), with the experts' scores first, from which the pools were formed. kth: the cuts
+    that take each pool's k largest.
     """
     taken = take(pools.scores, cut)
     above = (pools.scores > cutoff).sum(1)
@@ -291,7 +290,7 @@ def route_by_cut(
 
 
 def _sketch_sum(scores: Tensor) -> Tensor:
-    """Return the sketch of this rank's scores (tokens, experts) times tokens, (levels, experts); 0 without tokens."""
+    """Return the sketch (levels, experts) of this rank's scores (tokens, experts), times tokens; 0 without tokens."""
     if len(scores) == 0:
         return scores.new_zeros(LEVELS, scores.shape[1])
     return sketch(scores) * len(scores)
@@ -306,7 +305,7 @@ LEAST_DECAY = 0.9
 
 
 def scaled_decay(decay: float, steps: int) -> float:
-    """Return the decay with which a mean covers the same share of a run of `steps` as `decay` does of PAPER_STEPS.
+    """Return the decay for a run of `steps` whose mean covers the same share of it as `decay` does of PAPER_STEPS.
 
     1 − β' = (1 − β) · PAPER_STEPS / steps, with β' at least LEAST_DECAY and at most β; longer runs keep β.
     """
@@ -315,7 +314,7 @@ def scaled_decay(decay: float, steps: int) -> float:
 
 
 class ByCutoff(Gated):
-    """A rule that averages its pools' k-th largest scores into cutoffs, by which inference routes."""
+    """A rule that averages its pools' k-th largest scores into cutoffs, which route in inference."""
 
     pool: Pool
     decay: float
@@ -323,11 +322,11 @@ class ByCutoff(Gated):
 
     @property
     def slack(self) -> float | None:
-        """The slack s that keeps loads in training within k(1−s) and k(1+s); None: no bounds."""
+        """The slack s that keeps loads in training within k(1−s) and k(1+s); None if unbounded."""
         raise NotImplementedError
 
     def cut(self, pools: Pools, ks: tuple[int, int, int], state: CutoffState) -> tuple[Cut, Cut]:
-        """Return the cut of every pool in training and that of its k largest; ks: k, k_min and k_max."""
+        """Return each pool's cut in training, and the cut that takes its k largest; ks: k, k_min and k_max."""
         raise NotImplementedError
 
     def route(

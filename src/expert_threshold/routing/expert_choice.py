@@ -20,12 +20,12 @@ class ExpertChoice(ByCutoff):
     experts_per_token: float = option(1, "Mean number of routed experts per token.")
     pool: Pool = option(
         "batch",
-        "Tokens that compete for an expert. A sequence, a micro-batch, all ranks' micro-batches, or so many tokens.",
+        "Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches or a number of tokens.",
     )
     decay: Decay = option(0.999, "Decay β of the cutoffs' running mean. Presets scale it to their number of steps.")
-    debias: bool = option(True, "Correct the running mean for its start at 0.")
+    debias: bool = option(True, "Correct the running mean for its initial value of 0.")
     gate: PlainGate = option(
-        "sigmoid", "Gate of an expert's output. sigmoid is the paper's; softmax is over all experts and null scores."
+        "sigmoid", "Gate of an expert's output. sigmoid is the paper's; softmax includes all experts and null scores."
     )
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
 
@@ -64,7 +64,7 @@ class ExpertChoice(ByCutoff):
 
 
 def pool_label(pool: Pool) -> str:
-    """Return the pool in the paper's notation: 2048 tokens are 2k."""
+    """Return the pool in the paper's notation, which writes 2048 tokens as 2k."""
     if not isinstance(pool, int):
         return pool
     return f"{pool // 1024}k" if pool % 1024 == 0 else f"{pool:,}"

@@ -27,7 +27,7 @@ from .rule import Rule, Scope, Window
 from .selection import Cut, clamp, kth_largest
 
 Estimator = Literal["mean", "trend"]
-# Longest run in which the trend measured better than the mean, and the trend's decay (docs/results/cutoffs-cpu).
+# Longest run in which the trend beat the mean, and the trend's decay (docs/results/cutoffs-cpu).
 SHORT_RUN, TREND_DECAY = 2000, 0.6
 
 
@@ -48,27 +48,27 @@ class ExpertThreshold(ByCutoff):
     decay: Decay = option(0.999, "Decay β of the cutoffs' running mean. Presets scale it to their number of steps.")
     warmup_steps: NonNegativeInt = option(
         4000,
-        "Steps of expert choice before cutoffs decide. Presets use 4000 from the paper's 19,073 steps on, a fifth of "
-        "shorter runs.",
+        "Steps of expert choice before cutoffs decide. Presets use 4000 for runs of at least the paper's 19,073 steps, "
+        "and a fifth of shorter runs.",
     )
     capacity_slack: NonNegative | None = option(
-        0.5, "Slack s: loads in training stay within k(1±s). none switches the bounds off."
+        0.5, "Slack s: loads in training stay within k(1±s). none disables the bounds."
     )
     pool: Pool = option(
         "global",
-        "Tokens over which the k-th largest score is taken. A sequence, a micro-batch, all ranks' micro-batches, or a "
-        "number of tokens; the bounds apply to the same tokens.",
+        "Tokens over which the k-th largest score is taken: a sequence, a micro-batch, all ranks' micro-batches, or a "
+        "number of tokens. The bounds apply to the same tokens.",
     )
-    debias: bool = option(True, "Correct the running mean for its start at 0. The paper's literal formula does not.")
+    debias: bool = option(True, "Correct the running mean for its initial value of 0; the literal formula does not.")
     estimator: Estimator = option(
         "mean",
-        "Estimator of the cutoffs. mean is the paper's running mean; trend adds a slope, so that cutoffs do not lag "
-        "behind drifting scores, for runs of up to 2000 steps with a decay of 0.6.",
+        "Estimator of the cutoffs. mean is the paper's running mean. trend adds a slope to keep up with drifting "
+        "scores; it is meant for runs of up to 2000 steps, with a decay of 0.6.",
     )
     gate: Gate = option(
         "sigmoid",
-        "Gate of an expert's output. sigmoid is the paper's; softmax is over all experts and null scores. The others "
-        "are divided by their sum over the token's experts, as many checkpoints have them.",
+        "Gate of an expert's output. sigmoid is the paper's; softmax includes all experts and null scores. The others "
+        "are normalised over the token's experts, as in many checkpoints.",
     )
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
@@ -79,7 +79,7 @@ class ExpertThreshold(ByCutoff):
             raise ValueError(f"debias={self.debias} needs estimator='mean'; a trend is always unbiased")
 
     def cut(self, pools: Pools, ks: tuple[int, int, int], state: CutoffState) -> tuple[Cut, Cut]:
-        """Return the cuts of z = 1{r > c} within the capacity bounds (line 3), and of the k largest."""
+        """Return the cuts for z = 1{r > c} within the capacity bounds (line 3), and the cuts taking the k largest."""
         kth, at_least, at_most = kth_largest(pools.scores, ks, pools.group)
         warmup = state.step < self.warmup_steps  # a tensor, so that the end of warmup changes no code path
         at_least, at_most = kth.where(warmup, at_least), kth.where(warmup, at_most)
@@ -109,9 +109,9 @@ class ExpertThreshold(ByCutoff):
         return ("ET" if self.warmup_steps else "ET no warmup") + self.label_of_gates()
 
     def scope(self, training: bool) -> Scope:
-        """Return "token" in training too if there is no warmup and no bound can bind, in pools of any size."""
+        """Return "token" even in training if there is no warmup and the bounds never bind, whatever the pool size."""
         slack = math.inf if self.capacity_slack is None else self.capacity_slack
-        unbounded = self.experts_per_token * slack >= 2 * self.num_experts  # k is rounded down, to half of it at most
+        unbounded = self.experts_per_token * slack >= 2 * self.num_experts  # rounding down at most halves k
         return "token" if self.warmup_steps == 0 and unbounded else super().scope(training)
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
@@ -124,14 +124,14 @@ class ExpertThreshold(ByCutoff):
     def progress(self, state: CutoffState) -> str:
         step = int(state.step)
         if step == 0 or self.warmup_steps == 0:
-            return f"its own warmup of {self.warmup_steps} steps" if self.warmup_steps else ""
+            return f"a new warmup of {self.warmup_steps} steps starts" if self.warmup_steps else ""
         return f"{min(step, self.warmup_steps)} of {self.warmup_steps} warmup steps are done"
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the paper's warmup and decay, scaled to the run: 4000 steps of warmup, or a fifth of a run shorter
-        than the paper's. Runs of at most SHORT_RUN steps use the trend, since the mean would lag, unless options of the
-        mean are given.
+        """Return the paper's warmup and decay, scaled to the run: warmup lasts 4000 steps, or a fifth of a run shorter
+        than the paper's. Runs of up to SHORT_RUN steps use the trend, since the mean would lag, unless an option of the
+        mean is set.
         """
         by_trend = steps <= SHORT_RUN and not {"decay", "debias"} & options.keys()
         estimator = options.get("estimator", "trend" if by_trend else "mean")

@@ -1,4 +1,4 @@
-"""Gates, the factors of experts' outputs, and the base class of rules that have a choice of them."""
+"""Gates, the factors applied to experts' outputs, and the base classes of rules that offer a choice of gates."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .rule import Rule
 Gate = Literal["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"]
 Over = Literal["scores", "gates"]
 PlainGate = Literal["sigmoid", "softmax"]
-"""Gates that do not depend on the chosen experts, so that a token may have none."""
+"""Gates that do not depend on the chosen experts, so that a token may have no expert."""
 _LABELS: dict[Gate, str] = {
     "sigmoid": "",
     "softmax": " softmax",
     "softmax_chosen": " softmax chosen",
     "sigmoid_normalised": " sigmoid norm.",
 }
-NULL_SCORES = "Router scores of no expert. They only enter the softmax of the gates."
-"""Help of the option null_scores, which several rules have."""
+NULL_SCORES = "Number of extra router scores that belong to no expert and only enter the gates' softmax."
+"""Help text of the option null_scores, shared by several rules."""
 
 
 class Gated(Rule):
-    """A rule with the options gate and null_scores, and perhaps gate_scale.
+    """A rule with the options gate and null_scores, and optionally gate_scale.
 
     Null scores follow the experts' scores. No token goes to them, but the softmax of the gates includes them, so they
     lower the gates of a token that no expert suits.
@@ -55,7 +55,7 @@ class Gated(Rule):
         return self.gate == "softmax" and self.gate_scale == 1
 
     def without_nulls(self, values: Tensor) -> Tensor:
-        """Return the experts' part of values (batch, time, num_scores)."""
+        """Return the experts' columns of values (batch, time, num_scores)."""
         width = self.num_experts + self.null_scores
         assert values.shape[-1] == width, f"{values.shape[-1]} scores of a token, not {width}"
         return values[..., : self.num_experts] if self.null_scores else values
@@ -64,13 +64,13 @@ class Gated(Rule):
         """Return the gates (batch, time, experts) for scores r (batch, time, num_scores) and the assignment z, which
         only normalised gates need.
 
-        sigmoid: σ(r). softmax: exp(r) / Σ exp(r) over all scores, as in Switch and OLMoE. softmax_chosen: the same over
-        the chosen experts, as in Mixtral, and in Qwen3-MoE with norm_topk_prob. sigmoid_normalised: σ(r) / Σ z σ(r), as
-        in DeepSeek-V3, whose routed_scaling_factor is gate_scale. The gates of experts that are not chosen are
-        unspecified, but finite.
+        sigmoid: σ(r). softmax: exp(r) / Σ exp(r) over all scores, as in Switch and OLMoE. softmax_chosen: softmax over
+        the chosen experts, as in Mixtral and, with norm_topk_prob, in Qwen3-MoE. sigmoid_normalised: σ(r) / Σ z σ(r),
+        as in DeepSeek-V3, which calls gate_scale routed_scaling_factor. Gates of experts that are not chosen are
+        unspecified but finite.
         """
         if self.gate in ("sigmoid", "softmax"):
-            # Copied where null scores are left out: FSDP2 warns of outputs that are views.
+            # Copied where null scores are left out, since FSDP2 warns about outputs that are views.
             gates = self.without_nulls(weights_of(self.gate, scores)).contiguous()
         else:
             assert assignment is not None, f"gate={self.gate!r} is normalised over the assignment"
@@ -95,7 +95,7 @@ class Valued(Gated):
         super().__post_init__()
         if self.experts_per_token == 1 and self.gate in ("softmax_chosen", "sigmoid_normalised"):
             raise ValueError(
-                f"gate={self.gate!r} of one expert per token is constant, so that the router would not learn; use "
+                f"gate={self.gate!r} is constant with one expert per token, so the router would not learn; use "
                 "experts_per_token=2 or more, or gate='sigmoid' or 'softmax'"
             )
 
@@ -110,19 +110,19 @@ class Valued(Gated):
 
     @property
     def _values(self) -> tuple[object, ...]:
-        """Return the units of `values_of`: scores, or the gate's activation with its number of null scores."""
+        """Return the units of `values_of`: scores, or the gate's activation and the number of null scores."""
         return ("scores",) if self.over == "scores" else (self.gate.partition("_")[0], self.null_scores)
 
 
 def weights_of(gate: Gate, scores: Tensor) -> Tensor:
-    """Return the unscaled gates before selection and before normalisation over the chosen: σ(r) or softmax(r)."""
+    """Return the gates before selection, scaling and normalisation over chosen experts: σ(r) or softmax(r)."""
     return scores.sigmoid() if gate.startswith("sigmoid") else scores.softmax(-1)
 
 
 def shares_of(gate: Gate, scores: Tensor) -> Tensor:
-    """Return the shares whose mean over tokens is P_i of the auxiliary losses, for the experts' scores r.
+    """Return the shares of the experts' scores r, whose means over tokens are P_i in the auxiliary losses.
 
-    They are σ(r), or, normalised over all experts, softmax(r) or σ(r) / Σ σ(r).
+    A share is σ(r) or, normalised over all experts, softmax(r) or σ(r) / Σ σ(r).
     """
     return scores.sigmoid() if gate == "sigmoid" else _log_weights(gate, scores).softmax(-1)
 

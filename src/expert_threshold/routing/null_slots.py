@@ -28,16 +28,16 @@ class NullSlotState(NamedTuple):
 class NullSlots(Rule):
     """Every token chooses slots_per_token of num_experts + null_slots; its fanout is the number of experts among them.
 
-    p = softmax(r) over all slots, z_t = Top(p_t + b), and gates are c · p. A slot's bias moves by u · sign(the load it
-    aims at − its load), which balances the experts and holds the mean fanout at experts_per_token without a loss.
+    p = softmax(r) over all slots, z_t = Top(p_t + b), and gates are c · p. Each step adds u · sign(target load − load)
+    to a slot's bias, which balances the experts and holds the mean fanout at experts_per_token without a loss.
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: float = option(1, "Mean number of routed experts per token at which the biases aim.")
+    experts_per_token: float = option(1, "Target mean number of routed experts per token.")
     null_slots: Count = option(16, "Slots that compute nothing.")
     slots_per_token: Count = option(2, "Slots that every token chooses, experts and null slots together.")
     null: Null = option("zero", "Output of a null slot. copy is the token itself times the gate.")
-    bias_rate: NonNegative = option(0.001, "Step u of the biases. 0 switches them off.")
+    bias_rate: NonNegative = option(0.001, "Step size u of the biases. 0 disables them.")
     gate_scale: Positive = option(1.0, "Factor c applied to all gates.")
 
     def __post_init__(self) -> None:
@@ -48,8 +48,8 @@ class NullSlots(Rule):
         least = max(slots - self.null_slots, 0)
         if not least <= self.experts_per_token <= slots:
             raise ValueError(
-                f"experts_per_token={self.experts_per_token} must be from {least} to slots_per_token={slots}, or no "
-                "choice of slots meets it"
+                f"experts_per_token={self.experts_per_token} must be between {least} and slots_per_token={slots}; "
+                "no choice of slots gives any other mean"
             )
 
     @property
@@ -62,14 +62,14 @@ class NullSlots(Rule):
     def route(
         self, scores: Tensor, state: NullSlotState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return the routing of scores (batch, time, num_scores) float32, experts' first; ties go to the lower slot."""
+        """Return the routing of scores (batch, time, num_scores) float32, experts first; ties go to the lower slot."""
         tokens, experts = scores[..., 0].numel(), self.num_experts
         shares = scores.softmax(-1)
         biased = (shares.detach() + state.bias).reshape(tokens, self.num_scores, 1)
         (lowest,) = kth_largest(biased, [self.slots_per_token])
         chosen = take(biased, lowest).reshape(scores.shape)
         gates = self.gate_scale * shares
-        of_experts = gates[..., :experts].contiguous()  # FSDP2 warns of outputs that are views
+        of_experts = gates[..., :experts].contiguous()  # FSDP2 warns about outputs that are views
         null = chosen[..., experts:]
         observation = observe(
             scores,
@@ -88,7 +88,7 @@ class NullSlots(Rule):
 
     @torch.no_grad()
     def update(self, state: NullSlotState, observation: Observation) -> NullSlotState:
-        expert = self.experts_per_token / self.num_experts  # the shares of tokens aimed at
+        expert = self.experts_per_token / self.num_experts  # target shares of the tokens
         null = (self.slots_per_token - self.experts_per_token) / self.null_slots
         tokens = observation.tokens
         error = torch.cat([expert * tokens - observation.load, null * tokens - observation.null_load])

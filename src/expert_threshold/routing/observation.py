@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Observation(NamedTuple):
-    """Statistics of one forward. All are sums, so `a + b` joins micro-batches and an all-reduce joins ranks.
+    """Statistics of one forward. All are sums, so `a + b` combines micro-batches and an all-reduce combines ranks.
 
     Counts are int64, moments float32; (experts,) unless noted otherwise. A rule's own sums are attributes too:
     `observation.dropped` is `observation.sums["dropped"]`.
@@ -25,11 +25,11 @@ class Observation(NamedTuple):
     score_sq_sum: Tensor  # (experts,)
     gate_sum: Tensor
     gate_sq_sum: Tensor
-    sums: dict[str, Tensor]  # the rule's own, of any shape
+    sums: dict[str, Tensor]  # the rule's own sums, of any shape
 
     def __add__(self, other: Observation) -> Observation:  # type: ignore[override]
         if self.sums.keys() != other.sums.keys():
-            raise ValueError(f"observations of two rules: sums {list(self.sums)} and {list(other.sums)} differ")
+            raise ValueError(f"cannot add observations with sums {list(self.sums)} and {list(other.sums)} of two rules")
         fields: list[Any] = [a + b for a, b in zip(self[:-1], other[:-1], strict=True)]
         fields.append({name: value + other.sums[name] for name, value in self.sums.items()})
         return Observation(*fields)
@@ -86,12 +86,12 @@ _TAKEN = frozenset(dir(Observation))
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a () bool: False if any tensor has a NaN or an infinity."""
+    """Return a () bool: False if any tensor contains a NaN or an infinity."""
     return torch.cat([tensor.flatten() for tensor in tensors if tensor.is_floating_point()]).isfinite().all()
 
 
 def scores_not_finite(observation: Observation, layer: str) -> str | None:
-    """Return a message naming the layer's experts with a sum that is not finite; None if all are finite."""
+    """Return a message naming the layer's experts whose sums are not finite, or None if all are finite."""
     finite = torch.ones_like(observation.load, dtype=torch.bool)
     for value in observation.tensors().values():
         good = value.isfinite()
@@ -119,9 +119,9 @@ class Routing(NamedTuple):
     """A rule's result for one batch of scores, built by keyword.
 
     scores: (batch, time, num_scores) float32, as given. gates: (batch, time, experts) float32, the differentiable
-    factors of experts' outputs. assignment: the boolean z, shaped like gates. loss: a differentiable scalar to be added
-    to the training loss, or None. passthrough: (batch, time), the factor with which x itself is added to the experts'
-    sum, or None.
+    factors applied to experts' outputs. assignment: the boolean z, shaped like gates. loss: a differentiable scalar to
+    add to the training loss, or None. passthrough: (batch, time), the factor applied to x before it is added to the
+    experts' sum, or None.
     """
 
     scores: Tensor
@@ -144,18 +144,18 @@ def observe(
     """Return the observation of an assignment (batch, time, experts) and the experts' part of scores (batch, time,
     num_scores).
 
-    gates: shaped like the assignment; None is σ(scores). target: target tokens per expert; None is the mean load. sums:
-    the rule's own, each a sum over tokens or batches. Raises ValueError if one has a name that every observation
-    has, which would be read in its place.
+    gates: shaped like the assignment; defaults to σ(scores). target: target tokens per expert; defaults to the mean
+    load. sums: the rule's own statistics, each a sum over tokens or batches. Raises ValueError if the name of one is
+    already an attribute of every observation, which would be read instead.
     """
     if taken := [name for name in sums if name in _TAKEN]:
-        raise ValueError(f"sums={sorted(taken)} are names of fields that every observation has; rename them")
+        raise ValueError(f"sums={sorted(taken)} are already attributes of every observation; rename them")
     scores = scores.detach()[..., : assignment.shape[-1]].flatten(0, -2)
     assignment = assignment.flatten(0, -2)
     gates = scores.sigmoid() if gates is None else gates.detach().flatten(0, -2)
     load, fanout = assignment.sum(0), assignment.sum(1)
     return Observation(
-        tokens=load.new_full((), scores.shape[0]),  # len would fix it in an exported graph
+        tokens=load.new_full((), scores.shape[0]),  # len would be a constant in an exported graph
         target=load.sum(dtype=scores.dtype) / len(load) if target is None else scores.new_full((), target),
         load=load,
         fanout_counts=load.new_zeros(len(load) + 1).scatter_add_(0, fanout, torch.ones_like(fanout)),

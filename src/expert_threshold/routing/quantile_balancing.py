@@ -41,33 +41,33 @@ BINS = 1000
 class QuantileBalancing(Valued):
     """A fixed fanout per token; load is balanced by prices, quantiles of the last batch's scores.
 
-    Solves the dual of balanced assignment of m tokens to n experts, k for every token and m k / n for every expert,
-    with one iteration per step and neither a loss nor a step size. With s the scores r, or with over="gates" σ(r) or
-    softmax(r) as the gates have it:
+    Each step is one iteration on the dual of the balanced assignment of m tokens to n experts, with k experts per token
+    and m k / n tokens per expert. It needs neither a loss nor a step size. s is the scores r or, with over="gates",
+    σ(r) or softmax(r), whichever the gates use:
 
         z[t,i] = 1{i among the k largest of s[t,·] − β},   g[t,i] = σ(r[t,i]), or another gate
         α_t    = the (k+1)-th largest of s[t,·] − β
         β_i    ← the (⌊m k / n⌋ + 1)-th largest of s[·,i] − α, less the mean over experts
 
-    The mean is subtracted since it affects no selection and would drift. Without α, a token's own price, this is expert
-    threshold with the last batch's cutoff (decay 0). Derived by Su Jianlin (kexue.fm/archives/11619; 11626 without a
-    fixed fanout, 11760 per sequence); Kimi K3's technical report, section 2.3.3 and appendices C and D, uses a
-    histogram.
+    The mean is subtracted because it affects no selection and would drift. Without α, a token's own price, this is
+    expert threshold with the last batch's cutoff (decay 0). Su Jianlin derived the rule (kexue.fm/archives/11619; 11626
+    without a fixed fanout, 11760 per sequence). Kimi K3's technical report uses a histogram (section 2.3.3, appendices
+    C and D).
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: Count = option(1, "Routed experts per token.")
-    over: Over = option("scores", "Values from which prices are subtracted. gates are the scores' sigmoid or softmax.")
+    over: Over = option("scores", "Values from which prices are subtracted: the scores, or their sigmoid or softmax.")
     decay: Decay = option(0.0, "Decay of the prices' running mean. 0 uses the last step's prices.")
     pool: PricePool = option(
         "global",
-        "Tokens over which quantiles are taken. All ranks' micro-batches together, or each micro-batch, then averaged.",
+        "Tokens over which quantiles are taken: all ranks' micro-batches, or each micro-batch, averaging the prices.",
     )
     estimator: PriceEstimator = option(
         "exact",
-        "Estimator of quantiles. exact, or an interpolated histogram between the smallest and the largest value.",
+        "Estimator of the quantiles: exact selection, or interpolation in a histogram of all values.",
     )
-    gate: Gate = option("sigmoid", "Gate of an expert's output, as for token_choice. Prices do not enter it.")
+    gate: Gate = option("sigmoid", "Gate of an expert's output, as for token_choice. Prices do not affect it.")
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
 
@@ -80,7 +80,7 @@ class QuantileBalancing(Valued):
         """Return the routing of scores (batch, time, num_scores) float32; in training, observe this batch's prices."""
         tokens, experts, k = scores[..., 0].numel(), self.num_experts, self.experts_per_token
         values = self.values_of(scores)
-        # Experts compete for a token, so every token is a pool; if there is no (k+1)-th, it takes all of them.
+        # Experts compete for a token, so every token is a pool. If no (k+1)-th expert exists, a token takes all.
         net = (values - price(state)).reshape(tokens, experts, 1)
         lowest, next_best = kth_largest(net, [k, min(k + 1, experts)])
         assignment = take(net, lowest).reshape(values.shape)
@@ -131,11 +131,11 @@ class QuantileBalancing(Valued):
         return (-price(state), self.experts_per_token) if self.over == "scores" else None
 
     def describe(self, state: PriceState) -> dict[str, Tensor]:
-        """Return the bias −β over scores; over gates return β as price, since a bias has the units of scores."""
+        """Return −β as bias if it applies to scores, else β as price, since a bias has the units of scores."""
         return {"bias": -price(state)} if self.over == "scores" else {"price": price(state)}
 
     def measure(self, state: PriceState, observation: Observation) -> dict[str, Tensor]:
-        """Return the batch's prices and their distance from those that routed it."""
+        """Return the batch's prices and their distance from the prices that routed it."""
         batch = _batch_price(observation)
         return {"batch_price": batch, "price_distance": (batch - price(state)).abs()}
 
@@ -165,7 +165,7 @@ def kth_of_histogram(values: Tensor, k: int, bins: int, group: dist.ProcessGroup
     """Return each expert's k-th largest value (experts,), accurate to one bin; values: (tokens, experts).
 
     Bins have equal widths between an expert's smallest and largest value over the group's ranks; tokens are assumed to
-    be spread evenly within a bin. k: from 1 to the tokens of all ranks; this rank may have none.
+    be spread evenly within a bin. k: between 1 and the number of tokens on all ranks; this rank may have none.
     """
     ends = values.new_full((2, values.shape[1]), -torch.inf)
     if len(values):

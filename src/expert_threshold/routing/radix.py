@@ -1,15 +1,15 @@
-"""Exact k-th largest on a GPU by radix selection in Triton; every round reads the scores once.
+"""Exact k-th largest selection on a GPU, by radix selection in Triton; every round reads the scores once.
 
-A token's key has 64 bits: its score, rearranged so that keys order as scores do, then its index, counted down. Keys of
-one expert are unique, so the k-th largest key belongs to one token and ties need no special case. A round finds one
+A token's key has 64 bits: its score, encoded so that keys sort like scores, then its index, counted down. An expert's
+keys are unique, so the k-th largest key belongs to one token and ties need no special case. A round finds one
 digit of that key: it makes a histogram of this digit over the tokens that share all higher digits, then takes the
 largest digit that leaves enough tokens. Nothing is sorted and the host reads nothing back. Counts are integers, whose
 sum does not depend on the order, so the cut is deterministic.
 
 Digits have up to 11 bits. The first holds the sign, the exponent and two bits of the fraction: for normally distributed
-scores at most one token in twenty shares it with the k-th, and later rounds count very few. With 8 bits it would be
-more than one in four, and one more round. Few values of the first digit occur, so counting is spread over several
-copies of the histogram to reduce contention of atomics.
+scores at most one token in twenty shares it with the k-th, so later rounds count very few. With 8 bits, more than one
+in four would share it, and there would be one more round. Few values of the first digit occur, so counting is spread
+over several copies of the histogram to reduce contention between atomics.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ INDEX = 2**32 - 1  # the lower half of a key
 
 
 def select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
-    """Return scores and indices of the k-th largest, both (ks, pools, experts), as `kth_largest` defines them.
+    """Return the k-th largest scores and their indices, both (ks, pools, experts), as defined by `kth_largest`.
 
     scores: (pools, tokens, experts) float32, any strides; with a group, one pool spread over its ranks.
     """
     pools, tokens, experts = scores.shape
     # Filled, not copied: copying a list from the host would synchronize.
     k = torch.stack([scores.new_full((pools, experts), k, dtype=torch.int32) for k in ks])
-    remaining = k.clone()  # how many tokens to take among those that share the prefix
+    remaining = k.clone()  # number of tokens to take among those that share the prefix
     prefix = torch.zeros_like(k, dtype=torch.int64)  # the k-th largest key: its digits found so far, then zeros
     of_score, of_index = digits(tokens)
     for below, bits in of_score:
@@ -61,13 +61,13 @@ def select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = 
 
 
 def digits(tokens: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the digits of the score and of the index for pools of `tokens`; each takes one pass over the scores."""
+    """Return the digits of the score and of the index for pools of `tokens`; each costs one pass over the scores."""
     return [*SCORE_DIGITS], [(below, bits) for below, bits in INDEX_DIGITS if tokens > 1 << below]
 
 
 def _histogram(scores: Tensor, prefix: Tensor, below: int, bits: int) -> Tensor:
-    """Return counts of the tokens that share the prefix, by next digit: (copies, ks, pools, experts, digits) int32, to
-    be summed over copies. Before the first digit all ks share one histogram, (copies, 1, pools, experts, digits).
+    """Count the tokens that share the prefix by next digit. Returns (copies, ks, pools, experts, digits) int32, to be
+    summed over copies. Before the first digit, all ks share one histogram: (copies, 1, pools, experts, digits).
     """
     pools, tokens, experts = scores.shape
     ks = 1 if (below, bits) == SCORE_DIGITS[0] else len(prefix)
@@ -94,7 +94,7 @@ def _find_digit(histogram: Tensor, remaining: Tensor, prefix: Tensor, below: int
 def _ordered(score: tl.tensor) -> tl.tensor:
     """Map float32 scores to unsigned integers in the same order; ±0 share one value and NaN is the largest.
 
-    All comparisons are of integers, since those of floats may flush denormals to zero.
+    Only integers are compared, since comparing floats may flush denormals to zero.
     """
     bits = score.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF

@@ -1,5 +1,5 @@
-"""The table of rules by name, and rules as JSON. Other distributions add rules with `register_rule` or the entry-point
-group `expert_threshold.rules`.
+"""The registry of rules by name, and their JSON form. Other distributions add rules with `register_rule` or the
+entry-point group `expert_threshold.rules`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DENSE = "dense"
 
 
 class _Registry(Mapping[str, type[Rule]]):
-    """Rules by name. Those of installed distributions are loaded on first access."""
+    """Rules by name. Rules of other installed distributions are loaded on first access."""
 
     def __init__(self, own: Mapping[str, type[Rule]]) -> None:
         self._rules = dict(own)
@@ -46,13 +46,13 @@ class _Registry(Mapping[str, type[Rule]]):
             raise ValueError(f"rule {name}: {cls.__name__} lacks the field {sorted(missing)[0]}")
         for field in fields(cls):
             if field.name == "name" or callable(getattr(Rule, field.name, None)):
-                raise ValueError(f"rule {name}: option {field.name} would hide what every rule has; rename it")
+                raise ValueError(f"rule {name}: option {field.name} shadows an attribute of Rule; rename it")
             if not field.init:
-                raise ValueError(f"rule {name}: {field.name} is no option (init=False); make it a property")
+                raise ValueError(f"rule {name}: {field.name} is not an option (init=False); make it a property")
         try:
             cls()
         except Exception as error:  # whatever a constructor raises
-            raise ValueError(f"rule {name}: {cls.__name__}() must be a rule of default options: {error}") from error
+            raise ValueError(f"rule {name}: {cls.__name__}() must work without arguments: {error}") from error
         if known not in (None, cls):
             raise ValueError(f"rule name {name!r} is taken; choose another")
         self._rules[name] = cls
@@ -64,7 +64,7 @@ class _Registry(Mapping[str, type[Rule]]):
                 try:
                     self.add(entry.name, entry.load())
                 except Exception as error:  # another distribution's module may raise anything
-                    warnings.warn(f"rule {entry.name} of {entry.value} was left out: {error}", stacklevel=2)
+                    warnings.warn(f"rule {entry.name} of {entry.value} was skipped: {error}", stacklevel=2)
         return self._rules
 
     def __getitem__(self, name: str) -> type[Rule]:
@@ -92,34 +92,34 @@ RULES = _Registry(
 
 
 def register_rule(name: str, cls: type[Rule]) -> None:
-    """Add a rule to the table, so that every command accepts its name.
+    """Register a rule, so that every command accepts its name.
 
-    Raises ValueError if the name is taken or no identifier, or the class is not a frozen dataclass derived from Rule
-    whose fields are options, each with a default and a name that no rule's method has.
+    Raises ValueError if the name is taken or not an identifier, or if the class is not a frozen dataclass derived from
+    Rule whose fields all have defaults and share no name with a method of Rule.
     """
     RULES.add(name, cls)
 
 
 def rule_name(rule: Rule | None) -> str:
-    """Return the rule's name in the table, 'dense' for None. Raises ValueError for a rule that is not registered."""
+    """Return the rule's registered name, or 'dense' for None. Raises ValueError if the rule is not registered."""
     if rule is None:
         return DENSE
     for name, cls in RULES.items():
         if type(rule) is cls:
             return name
     raise ValueError(
-        f"rule {type(rule).__name__} is not registered, so that no file can name it; call register_rule('name', "
+        f"rule {type(rule).__name__} is not registered, so no file can name it; call register_rule('name', "
         f"{type(rule).__name__}) first"
     )
 
 
 def rule_to_dict(rule: Rule | None) -> dict[str, Any]:
-    """Return the rule as a JSON object of its name and options. Raises ValueError if it is not registered."""
+    """Return the rule's name and options as a JSON object. Raises ValueError if the rule is not registered."""
     return {"name": rule_name(rule)} | ({} if rule is None else asdict(rule))  # type: ignore[call-overload]
 
 
 def option_names(name: str) -> tuple[str, ...]:
-    """Return the names of a rule's options. Raises ValueError if there is no such rule."""
+    """Return the names of a rule's options. Raises ValueError if the rule is unknown."""
     if name == DENSE:
         return ()
     if not isinstance(name, str) or name not in RULES:
@@ -128,7 +128,7 @@ def option_names(name: str) -> tuple[str, ...]:
 
 
 def require_option(name: str, option: str) -> None:
-    """Raise ValueError, naming the rules that have it, for an option that a rule lacks, or if there is no such rule."""
+    """Raise ValueError if the rule is unknown, or lacks the option; the message then names the rules that have it."""
     known = option_names(name)
     if option not in known:
         having = [other for other in RULES if option in option_names(other)]
@@ -148,5 +148,5 @@ def rule_from_dict(record: Mapping[str, Any]) -> Rule | None:
     if name == DENSE:
         return None
     rule = RULES[name](**options)
-    Rule.__post_init__(rule)  # whatever the class checks itself
+    Rule.__post_init__(rule)  # even if the class overrides it
     return rule

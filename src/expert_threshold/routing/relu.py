@@ -1,4 +1,4 @@
-"""ReLU routing (ReMoE): a token goes to every expert with a positive score; an L1 loss keeps their number low."""
+"""ReLU routing (ReMoE): a token goes to every expert with a positive score; an L1 loss keeps the fanout low."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .observation import Observation, Routing, observe
 from .rule import Rule, Scope, Window
 
 L1_RATE = 0.2
-"""Step α of λ."""
+"""Step size α of λ."""
 
 
 class ReLUState(NamedTuple):
@@ -27,20 +27,20 @@ class ReLUState(NamedTuple):
 
 @dataclass(frozen=True)
 class ReLU(Rule):
-    """Every expert with a positive score, which is its gate; the strength of an L1 loss steers the mean fanout (ReMoE).
+    """A token goes to every expert with a positive score, its gate; an L1 loss steers the mean fanout (ReMoE).
 
-    With E experts, T tokens of a micro-batch and a target of K experts (arXiv:2412.14711; thu-ml/ReMoE, ReLURouter):
+    With E experts, T tokens in a micro-batch and a target of K experts (arXiv:2412.14711; thu-ml/ReMoE, ReLURouter):
 
         g[t,i] = ReLU(r[t,i]),   z[t,i] = 1{g[t,i] > 0},   loss = λ Σ_i f_i Σ_t g[t,i] / T
 
     where f_i = E / (K T) Σ_t z[t,i] balances the loads. Once per optimizer step
     λ ← λ · (1 + α)^sign(target sparsity − sparsity), that is (1 + α)^sign(mean fanout − K), with the published α = 0.2.
-    It differs from the published rule in two ways: each layer has its own λ, which follows its fanout, and λ rests
-    exactly at the target.
+    This differs from the published rule in two ways: each layer has its own λ, driven by the layer's own fanout, and λ
+    does not change when the fanout is exactly on target.
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: float = option(1.0, "Mean number of routed experts per token towards which λ steers.")
+    experts_per_token: float = option(1.0, "Target mean number of routed experts per token.")
     l1_start: Positive = option(1e-8, "Initial value of λ, the strength of the L1 loss.")
 
     def init(self) -> ReLUState:
@@ -88,7 +88,7 @@ class ReLU(Rule):
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return an initial λ that can grow to 0.001 within a tenth of the run; at least the published one."""
+        """Return an initial λ that can grow to 0.001 within a tenth of the run, at least the published value."""
         return {"l1_start": max(cls.l1_start, float(f"{0.001 * (1 + L1_RATE) ** (-steps / 10):.3g}"))}
 
     @classmethod

@@ -20,32 +20,32 @@ Scope = Literal["token", "sequence", "batch", "global"]
 class Window(NamedTuple):
     """The numbers of tokens that a rule looks at while training."""
 
-    pool: int | None  # tokens that compete for an expert, or over which load is measured; None: each token by itself
-    remembered: int | None  # tokens in the running mean that decides, N / (1 − β); None: nothing is averaged
+    pool: int | None  # tokens that compete for an expert, or over which load is measured; None if each is independent
+    remembered: int | None  # tokens covered by the running mean that decides, N / (1 − β); None without a running mean
 
 
 class Rule(ABC):
     """Turns scores into an assignment and gates: a frozen dataclass with the methods `init`, `route` and `update`.
 
-    A subclass has the fields num_experts and experts_per_token, the target mean fanout. Its fields become options of
-    the commands, with the text of `option(default, text)` as help, and of config.json. All methods are pure. With
+    A subclass has the fields num_experts and experts_per_token, the target mean fanout. Its fields become command-line
+    options, with the text of `option(default, text)` as help, and keys of config.json. All methods are pure. With
     training=False a rule is causal: a token's routing depends on nothing after it.
 
-    The other methods describe the rule to the rest of the package. Their defaults are safe for every rule: without an
-    answer the caller takes a slower, general path or omits the feature.
+    The other methods describe the rule to the rest of the package. Their defaults are safe for every rule: the caller
+    falls back to a slower, general path or omits the feature.
     """
 
     num_experts: int
     experts_per_token: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an option that its type does not allow; a rule that checks more calls this first."""
+        """Raise ValueError if an option's value violates its type; a rule with more checks calls this first."""
         kinds = kinds_of(type(self))
         for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
             value = getattr(self, field.name)
             value = value.item() if isinstance(value, np.generic) else value
             if alternatives(kinds[field.name])[0][0] is int and isinstance(value, float) and value.is_integer():
-                value = int(value)  # another rule's option of the same name may be any number
+                value = int(value)  # another rule's option of the same name may allow any number
             object.__setattr__(self, field.name, value)
         require_kind("num_experts", self.num_experts, Count)
         require_kind("experts_per_token", self.experts_per_token, kinds["experts_per_token"])
@@ -57,14 +57,14 @@ class Rule(ABC):
 
     @abstractmethod
     def init(self) -> Any:
-        """Return the state before the first step, a NamedTuple of tensors, perhaps empty."""
+        """Return the state before the first step, a NamedTuple of tensors, possibly empty."""
 
     @abstractmethod
     def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
         """Return the routing of scores (batch, time, num_scores) float32, with its observation.
 
         group: the ranks over which a global pool is formed, or a global load counted. Raises ValueError for a batch
-        that cannot be routed in training, such as one whose size the pool size does not divide.
+        that cannot be routed in training, such as one whose size is not a multiple of the pool size.
         """
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Rule(ABC):
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return defaults for a run of `steps` optimizer steps. options: those set by the user, which win."""
+        """Return defaults for a run of `steps` optimizer steps. options: what the user set, which takes precedence."""
         return {}
 
     @property
@@ -92,7 +92,7 @@ class Rule(ABC):
         return type(self).__name__
 
     def label_of(self, pool: int | None) -> str:
-        """Return the name in tables and figures for a pool of that many tokens; None: the rule has no pools."""
+        """Return the name in tables and figures for a pool of `pool` tokens; None if the rule has no pools."""
         return self.label
 
     @property
@@ -107,12 +107,12 @@ class Rule(ABC):
 
     @property
     def softmax_gates(self) -> bool:
-        """True guarantees that gates are exactly the experts' part of softmax(scores), over all num_scores."""
+        """True guarantees that gates are exactly softmax(scores) over all num_scores, limited to the experts."""
         return False
 
     def scope(self, training: bool) -> Scope:
-        """Return whose scores decide where a token goes: its own, its sequence's, this rank's micro-batch's or all
-        ranks'. In inference it is "token", or "sequence" up to and including this token.
+        """Return whose scores decide where a token goes: the token's own, its sequence's, this rank's micro-batch's or
+        all ranks'. In inference, the scope is "token", or "sequence" up to and including this token.
         """
         return "batch" if training else "sequence"
 
@@ -135,7 +135,7 @@ class Rule(ABC):
         return None
 
     def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
-        """Return a bound on the token-expert pairs of one rank's tokens; None if only counting can tell.
+        """Return a bound on the token-expert pairs of one rank's tokens; None if they must be counted.
 
         ranks: the size of the group over which a global pool is formed.
         """
@@ -143,7 +143,7 @@ class Rule(ABC):
 
     @property
     def aims_at_fanout(self) -> bool:
-        """False if nothing moves the mean fanout towards experts_per_token."""
+        """Whether the rule steers the mean fanout towards experts_per_token."""
         return True
 
     def load_bounds(self, tokens: int) -> tuple[int, int] | None:
@@ -153,8 +153,8 @@ class Rule(ABC):
         return None
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the tokens looked at while training. sequence, batch, step: tokens in a sequence, a micro-batch and an
-        optimizer step.
+        """Return how many tokens the rule looks at in training. sequence, batch, step: tokens in a sequence, a
+        micro-batch and an optimizer step.
         """
         return Window(None, None)
 
@@ -173,7 +173,7 @@ class Rule(ABC):
     def at_rate(self, state: Any, rate: float) -> Any:
         """Return a state with which inference has a mean fanout of `rate`.
 
-        Raises ValueError if the rate lies outside 0 to num_experts, or the rule cannot change its rate.
+        Raises ValueError if the rate is not between 0 and num_experts, or if the rule cannot change its rate.
         """
         raise ValueError(
             f"rate={rate} needs cutoffs, which {self.label} does not have; use a model whose rule has thresholds, such "
@@ -187,12 +187,12 @@ class Rule(ABC):
         Raises ValueError if the rule has no thresholds.
         """
         raise ValueError(
-            f"{self.label} has no method calibration_rule, by which cutoffs are measured; name a run whose rule has "
-            "it, such as expert_threshold or expert_choice"
+            f"{self.label} has no method calibration_rule to measure cutoffs with; name a run whose rule has one, "
+            "such as expert_threshold or expert_choice"
         )
 
     def calibrated(self, state: Any, observation: Observation) -> Any:
-        """Return the state whose thresholds are the mean batch cutoffs of `observation`, made by `calibration_rule`.
+        """Return the state whose thresholds are `observation`'s mean batch cutoffs, measured by `calibration_rule`.
 
         Raises ValueError if the rule has no thresholds.
         """
@@ -202,12 +202,12 @@ class Rule(ABC):
         )
 
     def can_start_from(self, other: Rule) -> bool:
-        """Return True if a new run may start from the other rule's state, of the same kind and in the same units."""
+        """Return True if a new run may start from the other rule's state: same kind of state, same units."""
         return type(self.init()) is type(other.init())
 
     def begin_run(self, state: Any, experts_per_token: float) -> Any:
-        """Return the state in which a new run starts from another's, whose rule had `experts_per_token` and which this
-        rule `can_start_from`: learned values are kept, step counts reset.
+        """Return a new run's initial state, given the state of a rule that this one `can_start_from`, which had
+        `experts_per_token`. Learned values are kept; step counts are reset.
         """
         return state
 
@@ -223,5 +223,5 @@ class Rule(ABC):
         return {}
 
     def progress(self, state: Any) -> str:
-        """Return a phrase on the state's progress, shown when a run begins, or an empty string."""
+        """Return a phrase about the state's progress, shown at the start of a run, or an empty string."""
         return ""

@@ -1,8 +1,8 @@
 """Exact order statistics of a score matrix, ties included, over one rank or many.
 
-Tokens of one expert are ordered by score, highest first, ties to the lower token index. A `Cut` is a position in that
-order; it takes the tokens up to and including that position. The k-th largest score with its index is the cut that
-takes exactly k tokens; a cutoff c is the cut (c, -1), which takes the tokens with score > c and no ties.
+An expert's tokens are ordered by score, highest first, with ties going to the lower token index. A `Cut` is a position
+in that order; it takes the tokens up to and including that position. The k-th largest score with its index is the cut
+that takes exactly k tokens; a cutoff c is the cut (c, -1), which takes the tokens with score > c and no ties.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def take(scores: Tensor, cut: Cut) -> Tensor:
 def clamp(cutoff: Tensor, at_least: Cut, at_most: Cut) -> Cut:
     """Return the cut that takes n = clamp(#{score > cutoff}, k_min, k_max) tokens.
 
-    cutoff: (experts,); at_least, at_most: the cuts of the k_min and the k_max largest, (pools, experts).
+    cutoff: (experts,); at_least, at_most: the cuts that take the k_min and k_max largest, (pools, experts).
     """
     too_many, too_few = at_most.score > cutoff, at_least.score <= cutoff
     unclamped = Cut(cutoff, torch.full_like(at_most.last, -1))
@@ -50,9 +50,9 @@ def clamp(cutoff: Tensor, at_least: Cut, at_most: Cut) -> Cut:
 def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = None) -> list[Cut]:
     """Return the cuts that take exactly k tokens, one for every k in `ks`; ties go to the lower (rank, index).
 
-    scores: (pools, tokens, experts) float32 without NaN, without a group also float64, more slowly; every k between 0
-    and the pool's tokens. With a `group` there is one pool, spread over the group's ranks, evenly or not. The cuts are
-    (pools, experts); indices are local.
+    scores: (pools, tokens, experts) float32 without NaN; without a group, float64 also works, but slowly. Every k is
+    between 0 and the pool's tokens. With a `group` there is one pool, spread over the group's ranks, evenly or not. The
+    cuts are (pools, experts); their indices are local to the rank.
     """
     known = (torch.float32, torch.float64) if group is None else (torch.float32,)
     assert scores.dtype in known, f"scores must be float32, not {scores.dtype}"
@@ -64,7 +64,7 @@ def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | No
 
 @torch.library.custom_op("expert_threshold::kth_largest", mutates_args=())
 def _kth_largest(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
-    """Return scores and indices of the k-th largest, both (ks, pools, experts); opaque to the compiler."""
+    """Return the k-th largest scores and their indices, both (ks, pools, experts); opaque to the compiler."""
     if scores.dtype != torch.float32:
         return _kth_largest_by_sorting(scores, ks)
     if runs_on_kernels(scores):
@@ -101,7 +101,7 @@ def _has_triton() -> bool:
 
 
 def _kth_largest_by_sorting(scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The definition: sort all tokens of an expert, stably, and take position k."""
+    """Sort each expert's tokens stably and return the k-th: the definition."""
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     shape = (scores.shape[0], scores.shape[2])
     nothing = Cut(scores.new_full(shape, torch.inf), order.new_full(shape, -1))
@@ -123,8 +123,8 @@ WAYS: list[Callable[[np.ndarray, int], np.ndarray]] = [_by_partition, _by_topk]
 
 @cache
 def _quickest(rows: int, tokens: int, k: int) -> Callable[[np.ndarray, int], np.ndarray]:
-    """Return the quickest way for this shape, measured: numpy's speed differs sixfold between processors, since only
-    some have its vector code.
+    """Return the fastest way for this shape, by measurement: numpy's speed differs sixfold between processors, since it
+    has vector code only for some.
     """
     numbers = np.random.default_rng(0).standard_normal((rows, tokens), np.float32)
 
@@ -140,7 +140,7 @@ CACHED = 2**17  # scores in one block, few enough to stay in a core's cache
 
 
 def _kth_largest_in_linear_time(scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Select in linear time, on the CPU; equal to `_kth_largest_by_sorting`."""
+    """Select on the CPU in linear time; returns the same as `_kth_largest_by_sorting`."""
     columns = _columns(scores.numpy())
     tokens = columns.shape[1]
     score = np.full((len(ks), len(columns)), np.inf, np.float32)
@@ -149,7 +149,7 @@ def _kth_largest_in_linear_time(scores: Tensor, ks: Sequence[int]) -> tuple[Tens
     width = max(CACHED // max(tokens, 1), 1)
     for start in range(0, len(columns), width):
         block = top = columns[start : start + width]
-        for row in widest_first:  # each k is selected among the tokens that the larger k before it left
+        for row in widest_first:  # each k is selected among the tokens left by the next larger k
             if ks[row] < top.shape[1]:
                 top = _quickest(*top.shape, ks[row])(top, ks[row])
             kth = np.fmin.reduce(top, axis=1, keepdims=True) + 0.0  # NaN counts as the largest; -0.0 becomes 0.0
@@ -163,7 +163,7 @@ def _kth_largest_in_linear_time(scores: Tensor, ks: Sequence[int]) -> tuple[Tens
 
 
 def _columns(scores: np.ndarray) -> np.ndarray:
-    """Return (pools, tokens, experts) as contiguous (pools · experts, tokens), copied in blocks for the cache."""
+    """Return (pools, tokens, experts) as contiguous (pools · experts, tokens), copied in blocks that fit the cache."""
     pools, tokens, experts = scores.shape
     columns = np.empty((pools, experts, tokens), np.float32)
     for start in range(0, tokens, 4096):
@@ -172,7 +172,7 @@ def _columns(scores: np.ndarray) -> np.ndarray:
 
 
 def _kth_largest_over_ranks(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Select in one pool, (1, tokens of this rank, experts), over all ranks."""
+    """Select in one pool over all ranks; scores: (1, tokens of this rank, experts)."""
     if _has_kernels(scores):
         from . import radix
 
@@ -189,7 +189,7 @@ def _radix_select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -
     keys = _ordered_keys(scores)
     experts = keys.shape[1]
     k = torch.tensor(ks, device=keys.device)[:, None]
-    remaining = k.expand(-1, experts)  # how many tokens to take among those that share the prefix
+    remaining = k.expand(-1, experts)  # number of tokens to take among those that share the prefix
     prefix = torch.zeros_like(remaining)  # the leading digits of the k-th largest key, found so far
     column = torch.arange(prefix.numel(), device=keys.device).view(len(ks), 1, experts)
     bits_below = sum(DIGITS)
@@ -217,7 +217,7 @@ def ties_on_lower_ranks(ties: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _last_tie(ties: Tensor, count: Tensor) -> Tensor:
-    """Return the index of the `count`-th True in ties (…, tokens, experts): -1 if count < 1, the last one if fewer."""
+    """Return the index of the `count`-th True in ties (…, tokens, experts); -1 if count < 1, the last if fewer."""
     return (ties.cumsum(-2) < count[..., None, :]).sum(-2).clamp(max=ties.shape[-2] - 1).where(count > 0, -1)
 
 

@@ -1,4 +1,4 @@
-"""Sequence top-k (SeqTopK): every sequence takes its best token-expert pairs, experts_per_token for each token."""
+"""Sequence top-k (SeqTopK): every sequence takes its best token-expert pairs, experts_per_token times its length."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ class Stateless(NamedTuple):
 
 @dataclass(frozen=True)
 class SeqTopK(Gated):
-    """The best token-expert pairs of a sequence; tokens share a budget, and a token may get none.
+    """Every sequence takes its best token-expert pairs; tokens share a budget, and a token may get no expert.
 
-    With T tokens in a sequence, k experts_per_token and pairs (t, i) ordered by s, highest first, ties to the lower
-    token and then the lower expert (arXiv:2511.06494; NVIDIA/Megatron-LM #6208):
+    With T tokens in a sequence, k = experts_per_token and pairs (t, i) ordered by s, highest first, with ties to the
+    lower token and then the lower expert (arXiv:2511.06494; NVIDIA/Megatron-LM #6208):
 
         training    z[t,i] = 1{(t, i) among the ⌊T k⌋ best pairs of the sequence}
         inference   z[t,i] = 1{(t, i) among the ⌊t k⌋ best pairs of the tokens 1 … t}
 
-    Inference decides on a token once, by the pairs so far, so decoding keeps a sequence's scores. s is softmax(r) if
-    gates are, otherwise r. Only the max_per_token best pairs of a token take part. Nothing balances load.
+    Inference routes each token once, by the pairs so far, so decoding keeps a sequence's scores. s is softmax(r) if
+    the gates are softmax, otherwise r. Only a token's max_per_token best pairs compete. Nothing balances the load.
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(1, "Mean number of routed experts per token in a sequence.")
-    max_per_token: Count | None = option(None, "Maximum number of experts of one token. Defaults to all.")
+    max_per_token: Count | None = option(None, "Maximum number of experts per token. Defaults to all.")
     gate: Gate = option(
         "sigmoid",
-        "Gate of an expert's output, as for token_choice. softmax also compares the pairs of a sequence by their "
-        "shares.",
+        "Gate of an expert's output, as for token_choice. With softmax, pairs are also compared by their shares.",
     )
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
@@ -54,7 +53,7 @@ class SeqTopK(Gated):
         k, most = self.experts_per_token, self.max_per_token
         if most is not None and not k < most <= self.num_experts:
             raise ValueError(
-                f"max_per_token={most} must be above experts_per_token={k:g}, which is token_choice, and at most "
+                f"max_per_token={most} must be above experts_per_token={k:g}, where token_choice applies, and at most "
                 f"num_experts={self.num_experts}"
             )
 
@@ -64,7 +63,7 @@ class SeqTopK(Gated):
     def route(
         self, scores: Tensor, state: Stateless, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return the routing of scores (batch, time, num_scores) float32; a row is a sequence from its first token."""
+        """Return the routing of scores (batch, time, num_scores) float32; each row is a sequence from its start."""
         values = self._values(scores.detach())
         batch, time, experts = values.shape
         pairs, budget = values.flatten(1)[..., None], self._budget(time)
@@ -77,7 +76,7 @@ class SeqTopK(Gated):
             last = kth_of_prefixes(rank, experts, self._budget(torch.arange(1, time + 1, device=scores.device)))
             assignment = rank <= last.repeat_interleave(experts, 1)
         assignment = assignment.reshape(values.shape)
-        # A token without experts has gates that nothing uses, but they must be numbers.
+        # Nothing uses the gates of a token without experts, but they must be finite.
         chosen = assignment | ~assignment.any(-1, keepdim=True)
         gates = self.gates_of(scores, chosen)
         target = batch * time * self.experts_per_token / experts
@@ -85,7 +84,7 @@ class SeqTopK(Gated):
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
     def _values(self, scores: Tensor) -> Tensor:
-        """Return s (batch, time, experts), by which pairs are ordered; −∞ beyond the max_per_token best of a token."""
+        """Return s (batch, time, experts), by which pairs are ordered; −∞ beyond a token's max_per_token best."""
         values = self.without_nulls(weights_of(self.gate, scores) if self.gate == "softmax" else scores)
         if self.max_per_token is None:
             return values
@@ -129,8 +128,8 @@ def kth_of_prefixes(ranks: Tensor, width: int, ks: Tensor) -> Tensor:
     """Return the k_t-th smallest of the first t · width ranks of every row, (rows, times); −1 where k_t is 0.
 
     ranks: (rows, times · width) int64, each row a permutation of 0, 1, …; ks: (times,), each at most t · width for t
-    from 1. A wavelet matrix: ranks are parted by one bit at a time, highest first, in O(n log n) without a loop over
-    tokens; of every prefix, the count of ranks with a 0 tells in which part its k-th smallest lies.
+    from 1. A wavelet matrix partitions the ranks by one bit at a time, highest first, in O(n log n) without a loop over
+    tokens. In every prefix, the number of ranks with a 0 bit decides which part contains the k-th smallest.
     """
     rows, size = ranks.shape
     start = torch.zeros(rows, len(ks), dtype=torch.int64, device=ranks.device)

@@ -38,12 +38,12 @@ class BiasState(NamedTuple):
 class TokenChoice(Valued):
     """A fixed fanout per token; load is balanced by a loss, by biases or not at all.
 
-    With s the scores r, or with over="gates" σ(r) or softmax(r) as the gates have it, and biases b:
+    b are the biases, and s is the scores r or, with over="gates", σ(r) or softmax(r), whichever the gates use:
 
         z[t,i] = 1{i among the k largest of s[t,·] + b, in the best groups of token t}
 
-    Experts form num_groups groups in their order. The value of a group is the sum of the two largest s + b in it, and
-    the groups_per_token best ones count (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). docs/routing.md lists the
+    Consecutive experts form num_groups groups. A group's value is the sum of its two largest s + b, and a token chooses
+    within its groups_per_token best groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). docs/routing.md lists the
     options of published models. With a capacity_factor F, training keeps the ⌈F · T · k / E⌉ largest gates of each
     expert among the T tokens of a micro-batch and drops the rest (GShard; Switch, arXiv:2101.03961, Eq. 3).
     """
@@ -56,21 +56,21 @@ class TokenChoice(Valued):
         "loss_free and loss_free_proportional select by score + bias.",
     )
     aux_strength: NonNegative = option(0.001, "Strength α of the auxiliary losses.")
-    bias_rate: NonNegative = option(0.005, "Step u of the loss-free biases.")
+    bias_rate: NonNegative = option(0.005, "Step size u of the loss-free biases.")
     gate: Gate = option(
         "sigmoid",
-        "Gate of an expert's output. softmax is over all experts and null scores, softmax_chosen over the chosen "
+        "Gate of an expert's output. softmax includes all experts and null scores, softmax_chosen only the chosen "
         "experts; sigmoid_normalised divides sigmoids by their sum over the chosen experts.",
     )
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     over: Over = option(
         "scores",
-        "Values to which biases are added and by which groups are compared. gates are the scores' sigmoid or softmax.",
+        "Values to which biases are added and by which groups are compared: the scores, or their sigmoid or softmax.",
     )
-    num_groups: Count = option(1, "Number of groups of experts, of equal size.")
+    num_groups: Count = option(1, "Number of equal-sized groups of experts.")
     groups_per_token: Count = option(1, "Number of groups from which a token's experts may come.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
-    capacity_factor: Positive | None = option(None, "Largest load in training / mean.")
+    capacity_factor: Positive | None = option(None, "Maximum load in training, divided by the mean load.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,8 +80,8 @@ class TokenChoice(Valued):
         least = -(-self.experts_per_token * groups // experts)
         if not least <= of_token <= groups:
             raise ValueError(
-                f"groups_per_token={of_token} must be from {least}, to have experts_per_token experts, to "
-                f"num_groups={groups}"
+                f"groups_per_token={of_token} must be at least {least}, to offer experts_per_token experts, and at "
+                f"most num_groups={groups}"
             )
 
     def init(self) -> BiasState:
@@ -107,13 +107,13 @@ class TokenChoice(Valued):
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation, loss=loss)
 
     def _kept(self, chosen: Tensor, gates: Tensor) -> Tensor:
-        """Return the chosen pairs (batch, time, experts) within the capacity of their expert, by the largest gates."""
+        """Return the chosen pairs (batch, time, experts) that fit their expert's capacity, largest gates first."""
         rows = gates.masked_fill(~chosen, -1).reshape(1, -1, self.num_experts)  # gates are not negative
         (last,) = kth_largest(rows, [self.load_bounds(rows.shape[1])[1]])  # type: ignore[index]
         return chosen & take(rows, last).reshape(chosen.shape)
 
     def _in_best_groups(self, biased: Tensor) -> Tensor:
-        """Return the values (tokens, experts), −∞ for experts outside the best groups of their token."""
+        """Return the values (tokens, experts), −∞ for experts outside the token's best groups."""
         if self.groups_per_token == self.num_groups:
             return biased
         size = self.num_experts // self.num_groups
@@ -167,7 +167,7 @@ class TokenChoice(Valued):
         return {"bias": state.bias} if self._moves_biases else {}
 
     def measure(self, state: BiasState, observation: Observation) -> dict[str, Tensor]:
-        """Return `dropped`, the share of each expert's tokens beyond its capacity, if it is limited."""
+        """Return `dropped`, the share of each expert's tokens beyond its capacity, if capacity is limited."""
         if self.capacity_factor is None:
             return {}
         return {"dropped": (observation.raw_load - observation.load) / observation.raw_load.clamp(min=1)}
@@ -215,7 +215,7 @@ class TokenChoice(Valued):
 
 
 def _chosen(observation: Observation) -> Tensor:
-    """Return the loads before any token is dropped, (experts,), which balancing acts on."""
+    """Return the loads (experts,) before any token is dropped, on which balancing acts."""
     return observation.sums.get("raw_load", observation.load)
 
 

@@ -20,18 +20,18 @@ class TopPState(NamedTuple):
     """The state of the controller; constant without one."""
 
     p: Tensor  # () float32
-    error: Tensor  # () float32, the previous step's
+    error: Tensor  # () float32, the previous step's error
 
 
 P_START = 0.4
-"""A fixed p by default, and the initial value of a steered one."""
+"""The default p, and the initial value of a steered p."""
 P_GAIN = 0.1
-"""Proportional gain u_P of the controller, times the change of the error."""
+"""Proportional gain u_P of the controller, applied to the change in the error."""
 
 
 @dataclass(frozen=True)
 class TopP(Rule):
-    """A token's smallest set of experts whose softmax shares add up to p; p is fixed or follows the mean fanout.
+    """A token goes to the fewest experts whose softmax shares add up to p; p is fixed or steers the mean fanout.
 
     With s = softmax(r) over a token's E scores r, largest first, ties to the lower expert (arXiv:2403.07652;
     ZhenweiAn/Dynamic_MoE, whose code differs only where a sum is p exactly):
@@ -39,23 +39,23 @@ class TopP(Rule):
         z[t,i] = 1{Σ_{j before i} s[t,j] < p},   g[t,i] = s[t,i]
 
     Every token goes to at least one expert. The optional proportional-integral controller of DTop-p (arXiv:2512.13996)
-    moves each layer's p once per optimizer step, with e = (experts_per_token − mean fanout) / E:
+    updates each layer's p once per optimizer step, with e = (experts_per_token − mean fanout) / E:
 
         p ← clamp(p + u_P (e − previous e) + u_I e, 1/E, 1)
 
-    Both papers' losses and score normalisations are left out; nothing balances load.
+    Both papers' losses and score normalisations are omitted; nothing balances the load.
     """
 
     num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(
         1.0,
-        "Mean number of routed experts per token at which a controller aims. A fixed p alone decides.",
+        "Target mean number of routed experts per token for a steered p. A fixed p ignores it.",
     )
     p: Literal["steered"] | Share = option(
         P_START,
         "Total softmax share of a token's experts. steered adjusts it so that the mean fanout meets experts_per_token.",
     )
-    p_rate: NonNegative = option(0.02, "Integral gain u_I of the controller of a steered p, times the error.")
+    p_rate: NonNegative = option(0.02, "Integral gain u_I of the controller that steers p, applied to the error.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,7 +104,7 @@ class TopP(Rule):
         return self.p == "steered"
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the tokens over which the mean fanout is taken."""
+        """Return the tokens over which the mean fanout is measured."""
         return Window(step if self.aims_at_fanout else None, None)
 
     def describe(self, state: TopPState) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ class TopP(Rule):
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a gain with which even a short run reaches its fanout early."""
+        """Return an integral gain with which even a short run reaches its target fanout early."""
         return {"p_rate": min(max(cls.p_rate, 10 / max(steps, 1)), 0.2)}
 
     @classmethod

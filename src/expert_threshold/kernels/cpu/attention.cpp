@@ -2,9 +2,9 @@
 //
 // Attention takes the projection's rows (batch, time, heads + 2 · kv_heads, width), queries before keys before values,
 // and its backward returns their gradient, so that nothing is split or concatenated. A thread computes one key-value
-// head of one sequence at a time: it packs the keys and values once, then multiplies blocks of queries with the keys
-// before their end, from the panel on in which the window of the block's first query begins. Scores and probabilities
-// stay in a core's cache; backward recomputes them.
+// head of one sequence at a time. It packs the keys and values once, then multiplies each block of queries by the keys
+// up to the block's end, starting with the panel that contains the first query's window. Scores and probabilities stay
+// in a core's cache; backward recomputes them.
 
 #include <cmath>
 #include <limits>
@@ -84,7 +84,7 @@ void turn_back(const bf16* x, const Shape& shape, Table table, int64_t start, in
   }
 }
 
-// Moves the slow half of the keys (time, width) to the next token's, zeros to the first's.
+// Moves the slow half of each key in (time, width) to the next token; the first token gets zeros.
 void delay(const Shape& shape, bf16* keys) {
   const int64_t part = shape.width / 4;
   for (int64_t slow : {part, 3 * part}) {
@@ -94,7 +94,7 @@ void delay(const Shape& shape, bf16* keys) {
   }
 }
 
-// Moves the slow half of the gradient of keys back to the tokens that they are of.
+// Moves the slow half of each key's gradient back to the token that the key came from.
 void delay_back(const Shape& shape, float* dk) {
   const int64_t part = shape.width / 4;
   for (int64_t slow : {part, 3 * part}) {
@@ -110,23 +110,23 @@ void copy(const bf16* x, const Shape& shape, int64_t stride, bf16* out) {
   std::fill(out + shape.time * shape.width, out + shape.padded() * shape.width, bf16(0));
 }
 
-// Keys from `begin` on, the start of a panel, up to `end`; `length` of them.
+// The `length` keys from `begin`, the start of a panel, up to but excluding `end`.
 struct Keys {
   int64_t begin, end;
   int64_t length() const { return end - begin; }
 };
 
-// The keys that a block of queries from `start` on meets.
+// The keys that a block of queries starting at `start` needs.
 inline Keys keys_of(int64_t start, int64_t window) {
   return {std::max<int64_t>(start - window, 0) / KEYS * KEYS, start + QUERIES};
 }
 
-// The columns j to j + 15 that lie before `end`.
+// Those columns from j to j + 15 that lie before `end`.
 inline __mmask16 before(int64_t end, int64_t j) {
   return end - j >= 16 ? 0xffff : end <= j ? 0 : (1 << (end - j)) - 1;
 }
 
-// The keys j to j + 15 that a query attends to: its own at `seen` - 1, and `window` before it; none if `seen` is 0.
+// Those keys from j to j + 15 that a query attends to: its own at `seen` - 1 and `window` before; none if `seen` is 0.
 inline __mmask16 attended(int64_t seen, int64_t window, int64_t j) {
   return before(seen, j) & ~before(seen - 1 - window, j);
 }
@@ -137,7 +137,7 @@ void scores(const bf16* a, const bf16* packed, int64_t width, Keys keys, float* 
     at::native::cpublas::brgemm(QUERIES, KEYS, width, width, KEYS, ld, false, a, packed + j * width, out + j);
 }
 
-// out (QUERIES, width) = a (QUERIES, keys) · those of packed rows (padded, width).
+// out (QUERIES, width) = a (QUERIES, keys) · the packed rows (padded, width) of these keys.
 void weigh(const bf16* a, const bf16* rows, int64_t width, Keys keys, float* out, int64_t padded) {
   const int64_t columns = panel(width), length = keys.length();
   for (int64_t j = 0; j < width; j += columns)
@@ -146,7 +146,7 @@ void weigh(const bf16* a, const bf16* rows, int64_t width, Keys keys, float* out
                                   rows + j * padded + (keys.begin + i) * columns, out + j);
 }
 
-// Those of out (padded, width) += a (keys, QUERIES) · packed rows of (QUERIES, width).
+// The rows of out (padded, width) for these keys += a (keys, QUERIES) · packed rows (QUERIES, width).
 void spread(const bf16* a, const bf16* rows, int64_t width, Keys keys, float* out) {
   const int64_t columns = panel(width);
   for (int64_t j = 0; j < width; j += columns)

@@ -1,11 +1,11 @@
-// The kernels over block products, as one source: torch's headers take longer to compile than the kernels do.
+// All kernels on block products in one source, since torch's headers take longer to compile than the kernels do.
 
 #include "attention.cpp"
 #include "cross_entropy.cpp"
 #include "experts.cpp"
 #include "muon.cpp"
 
-// Tells whether this PyTorch has block products on this processor: it may be built without, or configured not to.
+// Returns whether this PyTorch has block products on this processor; its build or its settings may lack them.
 bool block_products() {
   try {
     Scratch scratch;

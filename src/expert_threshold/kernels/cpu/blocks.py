@@ -1,7 +1,7 @@
-"""The operations that `blocks.cpp` computes in place of their plain bodies, which are elsewhere, in PyTorch.
+"""Operations that `blocks.cpp` computes instead of their plain PyTorch bodies, which are defined elsewhere.
 
-`override` chooses between the two; OVERRIDES is the table. Derivatives are here, too: what is saved for them is the
-arguments, attention's output and one number per query, and the pre-activations of experts; the rest is recomputed.
+`override` chooses between the two, by the table OVERRIDES. Derivatives are defined here too. They save the arguments,
+attention's output and one number per query, and the pre-activations of experts; everything else is recomputed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .. import operator, refuse_second_derivative, switched_off
 from .build import BLOCKS, BLOCKS_FLAGS, LIBRARIES, load, why_not
 from .build import PARTS as SOURCES
 
-TILE = 32  # matrix sizes must be multiples of it, since CPUs multiply in tiles
+TILE = 32  # matrix sizes must be multiples of this, since CPUs multiply in tiles
 FEWEST_ROWS = 64  # with fewer, the call and the packing cost more than they save
-MOST_WEIGHTS = 1 << 23  # in a matrix of experts; each thread has room for two
+MOST_WEIGHTS = 1 << 23  # in one expert's matrix; each thread has room for two
 MOST_SOFTCAP = 60.0  # exponentials up to e^60 = 10^26 leave room for sums over any vocabulary
-MOST_ELEMENTS = 1 << 20  # in a matrix of whole tiles for Muon; a larger one does not stay in a core's cache
+MOST_ELEMENTS = 1 << 20  # in a matrix for Muon, in whole tiles; a larger one does not stay in a core's cache
 EXACT, NONE = -1, 0  # rows of pre-activations to allocate: as many as needed, or none; as in experts.cpp
 GROUP = 256  # tokens, as in cross_entropy.cpp
-NUMBERS_PER_CHUNK = 1 << 25  # bound on tokens × vocabulary of the gradient factors held at a time, in bfloat16
+NUMBERS_PER_CHUNK = 1 << 25  # bound on tokens × vocabulary for the gradient factors in memory at once, in bfloat16
 PARTS = (None, "rows", "columns", "matrix")  # numbered as in muon.cpp
 
 
-# Whether they can run.
+# Whether the kernels can run.
 
 
 @operator()
@@ -71,7 +71,7 @@ def reason() -> str | None:
     if (why := switched_off()) is not None:
         return why
     if not _multiplies_bfloat16():
-        return "this processor does not multiply bfloat16 (AVX-512 BF16 or AMX)"
+        return "this processor cannot multiply bfloat16 (it lacks AVX-512 BF16 or AMX)"
     if (why := why_not(BLOCKS)) is not None:
         return why
     return "this PyTorch has no bfloat16 block products on this processor; check ONEDNN_MAX_CPU_ISA, if it is set"
@@ -82,14 +82,14 @@ def _multiplies_bfloat16() -> bool:
 
 
 class Override(NamedTuple):
-    """A kernel, and the condition on its operation's tensors under which it computes them."""
+    """A kernel, and the condition on tensors under which it computes its operation."""
 
     takes: Callable[..., bool]
     kernel: Callable[..., Any]
 
 
 def override(operation: str, *given: Any) -> Callable[..., Any] | None:
-    """Return the kernel for an operation on the given tensors; None if its plain body computes them."""
+    """Return the kernel for an operation on the given tensors; None if its plain body must compute it."""
     takes, kernel = OVERRIDES[operation]
     return kernel if takes(*given) and available() else None
 
@@ -198,8 +198,8 @@ def routed_sum(
     """Return y_t = shared(x_t) + Σ_e z[t,e] g[t,e] down_e · relu(up_e x_t)² of x (tokens, d_model) bfloat16.
 
     gates, assignment: (tokens, experts), float32 and bool. weights: up (experts, d_expert, d_model) and down (experts,
-    d_model, d_expert), then, if there is a shared expert, its own as if it were one of one. rows: a bound on the
-    assigned pairs; None if unknown.
+    d_model, d_expert), then up and down of any shared expert, stacked like one expert. rows: a bound on the assigned
+    pairs; None if unknown.
     """
     return _sum(x, gates, assignment, weights, assignment.numel() if rows is None else rows)
 
@@ -212,7 +212,7 @@ def feed_forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def _sum(x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: Sequence[Tensor], rows: int) -> Tensor:
     cast = [weight.to(x.dtype) for weight in weights]
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gates, *cast))
-    # A compiled graph's shapes may not depend on loads; without it, memory is what the pairs need.
+    # A compiled graph's shapes may not depend on loads; otherwise, allocate exactly what the pairs need.
     room = (rows if torch.compiler.is_compiling() else EXACT) if wanted else NONE
     return experts_forward(x, gates, assignment, cast, room)[0]
 
@@ -223,7 +223,7 @@ def experts_forward(
 ) -> list[Tensor]:
     """Return y and, for each term, relu of the pre-activations (rows, d_expert), filled from the first row on.
 
-    weights: up and down of routed experts, then of a shared one; without an assignment of the latter alone.
+    weights: up and down of routed experts, then of a shared expert; without an assignment, only a shared expert's.
     room: rows for routed pairs, EXACT or NONE; shared experts have one row per token.
     """
     rows = [len(x)] * (len(weights) // 2) if room != NONE else [0] * (len(weights) // 2)
@@ -248,7 +248,7 @@ def experts_backward(
 def _keep_experts(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, gates, assignment, weights, _ = inputs
     ctx.save_for_backward(x, gates, assignment, *weights, *output[1:])
-    ctx.set_materialize_grads(False)  # else zeros as large as all pre-activations
+    ctx.set_materialize_grads(False)  # else backward would allocate zeros as large as all pre-activations
 
 
 def _back_through_experts(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
@@ -267,7 +267,7 @@ register_autograd("expert_threshold::experts_forward", _back_through_experts, se
 
 
 def _takes_head(x: Tensor, weight: Tensor, softcap: float | None) -> bool:
-    """Return True for a head `weight` (vocab, d_model) on rows like x (tokens, d_model)."""
+    """Return True if the kernel can apply a head `weight` (vocab, d_model) to rows like x (tokens, d_model)."""
     return (
         softcap is not None
         and 0 < softcap <= MOST_SOFTCAP
@@ -279,15 +279,15 @@ def _takes_head(x: Tensor, weight: Tensor, softcap: float | None) -> bool:
 def cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, softcap: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses (tokens,) float32, 0 where the target is -1, and the gradients of their sum by x and weight, up to
+    """Return losses (tokens,) float32, 0 where the target is -1, and the gradients of their sum in x and weight, up to
     factors of 2 softcap and 4; gradients are empty without `with_gradient`.
 
-    x: (tokens, d_model) bfloat16; weight: (vocab, d_model), its gradient in its dtype; targets: (tokens,).
+    x: (tokens, d_model) bfloat16; weight: (vocab, d_model), whose dtype its gradient shares; targets: (tokens,).
     Raises IndexError if a target is not in the vocabulary.
     """
     chunk = max(NUMBERS_PER_CHUNK // len(weight) // GROUP, 1) * GROUP
     if int(targets.max()) >= len(weight):
-        raise IndexError(f"target {int(targets.max())} must lie below the vocabulary of {len(weight)}")
+        raise IndexError(f"target {int(targets.max())} must be below the vocabulary size {len(weight)}")
     scaled = (weight * (2 / softcap)).to(x.dtype)
     losses, dx, dweight = capped_cross_entropy(x, scaled, targets.long(), softcap, chunk, with_gradient)
     return losses, dx, dweight.to(weight.dtype)
@@ -297,7 +297,7 @@ def cross_entropy(
 def capped_cross_entropy(
     x: Tensor, scaled: Tensor, targets: Tensor, softcap: float, chunk: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses and gradients as above, from the weight times 2 / softcap. chunk: tokens at a time."""
+    """Return losses and gradients as above, from the weight times 2 / softcap, for `chunk` tokens at a time."""
     raise NotImplementedError
 
 
@@ -305,7 +305,7 @@ def capped_cross_entropy(
 
 
 def _takes_muon(weight: Tensor, state: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Return True for stacks (…, rows, columns) with their state, multiplied in `dtype`."""
+    """Return True if the kernel can update stacks (…, rows, columns) with their state, multiplying in `dtype`."""
     rows, columns = (-(-side // TILE) * TILE for side in weight.shape[-2:])
     plain = all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in (weight, *state))
     return plain and rows * columns <= MOST_ELEMENTS and dtype == torch.bfloat16
@@ -331,14 +331,14 @@ def muon_step(
 ) -> None:
     """Update stacks (matrices, rows, columns) float32 of one shape, in the order of `optim.muon`'s functions.
 
-    second_moments: of NorMuon; none without it. equilibrate, renormalize: places in PARTS. polynomials: a, b and c of
-    each iteration, which starts from a matrix divided by safety · norm; eps: the smallest norm to divide by.
-    weight_decay: the share of a weight that a step takes off. rate: learning rate with the factor of the shape.
+    second_moments: for NorMuon, else empty. equilibrate, renormalize: indices in PARTS. polynomials: a, b and c of
+    each iteration; the first starts from a matrix divided by safety · norm. eps: the smallest norm to divide by.
+    weight_decay: the share of a weight that a step removes. rate: the learning rate times the factor for the shape.
     """
 
 
 OVERRIDES: dict[str, Override] = {
-    "attention": Override(_in_tiles, attention),  # of a projection (batch, time, heads, head_dim)
+    "attention": Override(_in_tiles, attention),  # on a projection (batch, time, heads, head_dim)
     "norm": Override(_in_tiles, norm),
     "feed_forward": Override(_takes_experts, feed_forward),
     "routed_sum": Override(_takes_experts, routed_sum),

@@ -1,4 +1,4 @@
-"""Builds C++ with the machine's compiler on first use and caches it among torch's extensions."""
+"""Builds C++ libraries with the machine's compiler on first use and caches them among torch's extensions."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LIBRARIES = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
 # uninitialized reads in its own AVX-512 headers.
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 SECONDS = 120  # the compiler's time limit
-_failures: dict[Path, str] = {}  # of builds in this process, by source
+_failures: dict[Path, str] = {}  # of failed builds in this process, by source
 
 
 def missing() -> str | None:
-    """Return what this machine lacks to build kernels, with the remedy; None if nothing."""
+    """Return what this machine lacks to build kernels, with the remedy; None if it lacks nothing."""
     if sys.platform != "linux":
         return "they are built only on Linux"
     program = compiler()[0]
@@ -43,15 +43,15 @@ def missing() -> str | None:
 
 
 def compiler() -> list[str]:
-    """Return CXX, or g++ if that is clang, whose OpenMP runtime has threads of its own beside PyTorch's."""
+    """Return CXX, or g++ if CXX is clang, whose OpenMP runtime would add its threads to PyTorch's."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     return chosen if chosen and not any("clang" in word for word in chosen) else ["g++"]
 
 
 def load(source: Path, includes: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | None:
-    """Return the library of a source and the files that it includes, building it if it is not cached.
+    """Return the library built from a source and its includes, building it if it is not cached.
 
-    Returns None if kernels are forbidden, something is missing, or the build fails, which is reported in one line.
+    Returns None if kernels are forbidden, something is missing, or the build fails; a failure is reported in one line.
     """
     if forbidden() is not None or missing() is not None:
         return None
@@ -93,11 +93,11 @@ def _build(source: Path, includes: list[Path], flags: list[str], libraries: list
     _require_ours(target.parent)
     for above in target.parent.resolve().parents:
         if above.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-            raise OSError(f"{above} is writable by everyone, who may replace what is in it; run: chmod o-w {above}")
+            raise OSError(f"{above} is writable by everyone, who could replace its contents; run: chmod o-w {above}")
     if target.exists():
         _require_ours(target)
     else:
-        print("building kernels for this processor, once, which takes some seconds", file=sys.stderr)
+        print("building kernels for this processor; this takes a few seconds, once", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / "built.so"
             command = [*compiler(), *flags, str(source), "-o", str(built), *libraries]
@@ -108,7 +108,7 @@ def _build(source: Path, includes: list[Path], flags: list[str], libraries: list
 
 
 def _require_ours(path: Path) -> None:
-    """Raise OSError if others own or may write to a file or folder: loading it would run their code."""
+    """Raise OSError if others own or can write to a file or folder, since loading it would run their code."""
     status = path.stat()
     if status.st_uid not in (0, os.getuid()):
         raise OSError(f"{path} belongs to another user; set TORCH_EXTENSIONS_DIR to a folder of your own")

@@ -70,7 +70,7 @@ class Scratch {
   size_t next_ = 0;
 };
 
-// A packed matrix (k, n) has panels of 64 columns (32 if `narrow`, or where 64 do not divide n), each (k / 2, columns, 2).
+// A packed matrix (k, n) has panels (k / 2, columns, 2) of 64 columns, or of 32 if `narrow` or 64 does not divide n.
 
 // Packs the transpose of w (n, k).
 template <bool narrow = false>
@@ -83,7 +83,7 @@ inline void pack_transposed(const bf16* w, int64_t n, int64_t k, bf16* out) {
                                     16, 16);
 }
 
-// Packs w (rows, n) into the matrix from row `offset` on; `far` streams past the caches, for later use.
+// Packs w (rows, n) into the matrix, starting at row `offset`; `far` bypasses the caches, for later use.
 template <bool far, bool narrow = false>
 inline void pack_rows(const bf16* w, int64_t rows, int64_t n, bf16* out, int64_t k, int64_t offset) {
   const int64_t columns = panel<narrow>(n);
@@ -102,7 +102,7 @@ inline void pack_rows(const bf16* w, int64_t k, int64_t n, bf16* out) {
   pack_rows<far, narrow>(w, k, n, out, k, 0);
 }
 
-// out (columns, rows) = the transpose of x (rows, columns), their rows `stride` and `from` apart; `far` as above.
+// out (columns, rows) = the transpose of x (rows, columns), with rows `stride` and `from` apart; `far` as above.
 template <bool far>
 inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out, int64_t stride, int64_t from) {
   alignas(64) float tile[16 * 16], turned[16 * 16];
@@ -127,7 +127,7 @@ inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out) {
 }
 
 // Computes each part c (rows, columns) of a (m, k) · b and calls then(c, first row, rows, first column, columns);
-// `lower`: from the diagonal down alone, of a narrow b, so that little above it is computed.
+// `lower`: only from the diagonal down, with a narrow b, so that little above the diagonal is computed.
 template <bool lower = false, class Then>
 inline void multiply(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, Then&& then) {
   alignas(64) float c[HEIGHT * 64];
@@ -159,7 +159,7 @@ inline void unpack(const float* c, int64_t m, int64_t n, int64_t columns, bf16* 
         stream(out + i * stride + j + l, round(_mm512_loadu_ps(c + l), _mm512_loadu_ps(c + l + 16)));
 }
 
-// Ends a thread's work: makes its streamed stores visible to others and releases the processor's tiles.
+// Finishes a thread's work: makes its streamed stores visible to others and releases the processor's tiles.
 inline void finish() {
   _mm_sfence();
   at::native::cpublas::brgemm_release();

@@ -1,9 +1,9 @@
 // Cross-entropy of a softcapped head in bfloat16, with the gradients of its sum, and no logits in memory.
 //
 // The scaled weights yield z = 2 l / cap; with σ = sigmoid(z), a capped logit is cap (2 σ − 1), which lies within ±cap
-// for any l. So exponentials e are summed without subtracting a maximum: e^±60, and the sum of 2⁴⁰ of them, are far
-// from the limits of float32 and bfloat16. Gradients follow from e σ (1 − σ), which is rounded before the sum is known;
-// the sum scales whole rows of the products later. The target's own term is added in float32.
+// for any l. So exponentials e are summed without subtracting a maximum: e^±60 and the sum of 2⁴⁰ of them are far from
+// the limits of float32 and bfloat16. Gradients follow from e σ (1 − σ), which is rounded before the sum is known; the
+// sum later scales whole rows of the products. The target's own term is added in float32.
 
 #include "common.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t GROUP = 256;         // tokens over which a weight's gradient is summed at a time
 constexpr int64_t ROWS = 64;           // tokens in a block of a group
-constexpr int64_t WORDS = 256;         // of the vocabulary in one tile of the weight's gradient
+constexpr int64_t WORDS = 256;         // words of the vocabulary in one tile of the weight's gradient
 constexpr int64_t TILE_COLUMNS = 768;  // columns of that tile
 
 constexpr float LOG2_E = 1.44269504f;
@@ -25,11 +25,11 @@ inline __m512 power_of_two(__m512 x) {  // a polynomial on the fraction of x, wi
   return _mm512_scalef_ps(p, x);
 }
 
-inline __m512 sigmoid(__m512 z) {  // below 2⁻⁸⁰ it is that; the minimum's order keeps NaN
+inline __m512 sigmoid(__m512 z) {  // at least 2⁻⁸⁰; the minimum's operand order keeps NaN
   const __m512 one = _mm512_set1_ps(1);
   const __m512 power = power_of_two(_mm512_min_ps(_mm512_set1_ps(80), _mm512_mul_ps(z, _mm512_set1_ps(-LOG2_E))));
   const __m512 below = _mm512_add_ps(one, power);
-  const __m512 near = _mm512_rcp14_ps(below);  // to 14 bits, which Newton's step doubles
+  const __m512 near = _mm512_rcp14_ps(below);  // to 14 bits, which a Newton step doubles
   return _mm512_fmadd_ps(near, _mm512_fnmadd_ps(below, near, one), near);
 }
 
@@ -39,12 +39,12 @@ struct Head {
   const int64_t* targets;  // (tokens,), −1 means none
   int64_t tokens, width, vocab;
   float cap;
-  const bf16 *to_logits, *to_width;  // the weight, packed; the second in parts of DEPTH words
+  const bf16 *to_logits, *to_width;  // the packed weight; to_width in parts of DEPTH words
 };
 
-// Losses of rows start … start + count and, if `slope` is not null, the factors of gradients: `turned`
-// (width, rounded) and, in parts of DEPTH words, `packed` (rounded, words), of a group in which these rows begin at
-// `offset`.
+// Computes the losses of rows start … start + count and, if `slope` is not null, the factors of gradients: `turned`
+// (width, rounded) and, in parts of DEPTH words, `packed` (rounded, words). They belong to a group in which these rows
+// start at `offset`.
 void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, int64_t rounded, Scratch& scratch,
                   float* losses, float* slope, bf16* dx, bf16* turned, bf16* packed) {
   const int64_t m = round_up(count, 32), width = h.width;
@@ -53,7 +53,7 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
   alignas(64) float sum[ROWS] = {}, at_target[ROWS] = {};
   std::memcpy(xs, h.x + start * width, count * width * sizeof(bf16));
   std::memset((void*)(xs + count * width), 0, (m - count) * width * sizeof(bf16));
-  const __m512 one = _mm512_set1_ps(1), cap = _mm512_set1_ps(LOG2_E * h.cap);  // of an exponent of 2
+  const __m512 one = _mm512_set1_ps(1), cap = _mm512_set1_ps(LOG2_E * h.cap);  // as a power of 2
   const __m512 twice_cap = _mm512_add_ps(cap, cap);
 
   multiply(m, h.vocab, width, xs, h.to_logits, [&](auto c, int64_t, int64_t, int64_t column, int64_t columns) {
@@ -79,9 +79,9 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
   for (int64_t r = 0; r < count; ++r) {
     const bool wanted = h.targets[start + r] >= 0;
     const float loss = std::log(sum[r]) - h.cap * (2 * at_target[r] - 1);
-    losses[start + r] = wanted && !(loss < 0) ? loss : 0;  // below 0 by rounding alone, where the target has all
+    losses[start + r] = wanted && !(loss < 0) ? loss : 0;  // only rounding makes it negative, near probability 1
     if (slope) slope[start + r] = wanted ? at_target[r] * (1 - at_target[r]) : 0;
-    sum[r] = wanted ? 1 / sum[r] : 0;  // from here on the scale of the row
+    sum[r] = wanted ? 1 / sum[r] : 0;  // now the scale of the row
   }
   if (!slope) return;
 
@@ -112,9 +112,9 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
   transpose<true>(xs, m, width, turned + offset, rounded, width);
 }
 
-// Returns the losses (tokens,), 0 where the target is negative, and the gradients of their sum by x and weight, up to
-// factors of 2 cap and 4; gradients are empty without `with_gradient`. `scaled` is the weight times 2 / cap. Tokens are
-// taken `chunk` at a time, a multiple of 256, which bounds the memory of the gradients' factors.
+// Returns the losses (tokens,), 0 where the target is negative, and the gradients of their sum in x and weight, up to
+// factors of 2 cap and 4; gradients are empty without `with_gradient`. `scaled` is the weight times 2 / cap. Processing
+// `chunk` tokens at a time, a multiple of 256, bounds the memory for the factors of gradients.
 std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& given, const Tensor& scaled, const Tensor& wanted,
                                                  double softcap, int64_t chunk, bool with_gradient) {
   const Tensor inputs = contiguous(given), weights = contiguous(scaled), labels = contiguous(wanted);
@@ -122,7 +122,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& given, const Tens
   const int64_t rows = with_gradient ? tokens : 0, words = with_gradient ? vocab : 0;
   const auto room = [&](int64_t m, int64_t n) { return new_empty(inputs, {m, n}); };
   const auto numbers = [&](int64_t m, int64_t n) { return new_empty(inputs, {m, n}, ScalarType::Float); };
-  // Packed weights as in Head, and the factors of the gradients of a chunk.
+  // Packed weights as in Head, and the factors of a chunk's gradients.
   const Tensor for_logits = room(vocab, width), for_width = room(words, width);
   const Tensor slopes = room(std::min(chunk, round_up(rows, 32)), vocab), factors = room(slopes.size(0), width);
   const Tensor own = numbers(rows, 1);

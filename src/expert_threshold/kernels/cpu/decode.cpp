@@ -1,9 +1,9 @@
 // One forward pass of a whole model for a few tokens, each appended to a sequence in a row of the cache.
 //
-// Activations are float32; weights and cache float32 or bfloat16. Every number of the result is summed by one thread,
+// Activations are float32; weights and cache are float32 or bfloat16. Each number of the result is summed by one thread
 // in an order that depends on neither the other tokens nor the number of threads. Fused multiply-adds are explicit,
 // since a compiler would choose them differently for one token and for several. So a sequence gets the same bits alone
-// and among others. Weights are read once per four tokens; those of experts without tokens are not read.
+// and in a batch. Weights are read once per four tokens; weights of experts without tokens are not read.
 
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@
 
 namespace {
 
-// Weights are (out, in) each, those of experts concatenated. Without a gate it is relu²; hidden 0: no feed-forward.
+// Each weight is (out, in); experts' weights are concatenated. Without a gate it is relu²; hidden 0: no feed-forward.
 struct FeedForward {
   const void *up, *gate, *down;
   int64_t hidden;
@@ -36,14 +36,14 @@ struct Gate {
 
 struct Layer {
   const void *qkv, *output;
-  const float* values;  // (vocab, kv_heads · head_dim), added to the values times 3 σ(values_gate); null for none
+  const float* values;  // (vocab, kv_heads · head_dim), times 3 σ(values_gate), added to the values; null if absent
   Gate values_gate;
-  int64_t window;        // tokens before its own that a token attends to
-  float residual, skip;  // the layer's input is residual · x + skip · the first layer's
+  int64_t window;        // how many earlier tokens a token attends to
+  float residual, skip;  // the layer's input is residual · x + skip · the first layer's input
   FeedForward dense, expert;
-  const float* router;   // (scores, d_model), the experts' first; the others only enter the softmax of the gates
-  const float* cutoffs;  // (rows, experts); null if every token takes `chosen` experts
-  const float* bias;     // (experts), added to scores to choose those
+  const float* router;   // (scores, d_model), experts first; other scores only enter the softmax of the gates
+  const float* cutoffs;  // (rows, experts); null if every token goes to `chosen` experts
+  const float* bias;     // (experts), added to scores to choose them
   int64_t experts, scores, chosen, softmax_gates, divide_by_fanout;
 };
 
@@ -52,17 +52,17 @@ struct Model {
   const float* embed;  // (vocab, d_model)
   const void* head;    // (vocab, d_model)
   const float *cos, *sin;  // (places - 1, head_dim / 2)
-  float qk_scale;          // of queries and keys after their norm
+  float qk_scale;          // factor of queries and keys after their norm
   int64_t offset_from;     // layers from this one on write the slow half of each key for the next token
   void* cache;             // (layers, rows, places, 2, kv_heads, head_dim)
   void* last;              // (rows, d_model): the embedding of each row's last token, if there is a smear gate
-  Gate smear_gate;         // of the previous token's embedding, times `smear`
+  Gate smear_gate;         // times `smear`, the factor of the previous token's embedding
   float smear, backout;    // the head reads norm(x - backout · the middle layer's output)
   float eps, softcap;      // 0: none
   const Layer* layer;
 };
 
-// Ids, rows of the cache, and positions in these, below the last place. Logits are computed for tokens from `first` on.
+// Ids, rows of the cache, and positions in the rows, before the last one. Logits are computed from token `first` on.
 struct Tokens {
   int64_t count, first;
   const int64_t *ids, *rows, *places;
@@ -195,7 +195,7 @@ inline void tile(const W* w, int64_t stride, int64_t length, const float* const*
     for (int r = 0; r < R; r++) xs[r] = load(x[r] + i);
     for (int j = 0; j < J; j++) {
       Floats ws = load(w + j * stride + i);
-      // Adjacent rows are one sequence, prefetched in its order whatever the order in which they are read.
+      // Adjacent rows form one sequence, prefetched in order whatever the order in which they are read.
       __builtin_prefetch((const char*)(w + (stride == length ? J * i + j * LANES : j * stride + i)) + AHEAD);
       for (int r = 0; r < R; r++) partial[j][r] = multiply_add(ws, xs[r], partial[j][r]);
     }
@@ -231,7 +231,7 @@ inline int64_t outputs(const W* w, int64_t stride, int64_t o, int64_t end, int64
   return o;
 }
 
-// Calls done(r, o, ⟨w_o, x_r⟩) for every token r and output o in [begin, end); rows of w are `stride` apart.
+// Calls done(r, o, ⟨w_o, x_r⟩) for every token r and output o in [begin, end). Rows of w are `stride` apart.
 template <class W, class Done>
 void product(const W* w, int64_t stride, int64_t begin, int64_t end, int64_t length, const float* const* x,
              int64_t count, Done done) {
@@ -276,7 +276,7 @@ struct Group {
   std::vector<const float*> inputs;
 };
 
-// The state of one thread: small values that each thread recomputes, which is quicker than waiting for another.
+// The state of one thread: small values that each thread recomputes, which is faster than waiting for another.
 struct Own {
   std::vector<float> normed, scores, gates, weights;
   std::vector<const float*> inputs;
@@ -333,7 +333,7 @@ struct Pass {
     return sigmoid(dot((const W*)gate.weight + output * gate.channels, input, gate.channels));
   }
 
-  // Computes the first layer's input: the tokens' embeddings, each smeared with that of the token before.
+  // Computes the first layer's input: the tokens' embeddings, each smeared with the previous token's.
   void embed() const {
     int64_t d = model.d_model;
     for (int64_t r = 0; r < tokens.count; r++) {
@@ -351,7 +351,7 @@ struct Pass {
     memcpy(x, start, tokens.count * d * sizeof(float));
   }
 
-  // Turns a range of a layer's output, or before the first of x, into the next layer's input, after the last the head's.
+  // Turns a range of x, a layer's output or the embedding, into the next layer's input or, after the last, the head's.
   void pass_on(int64_t index, Range range) const {
     int64_t d = model.d_model, next = index + 1;
     for (int64_t r = 0; r < tokens.count; r++) {
@@ -367,8 +367,8 @@ struct Pass {
     }
   }
 
-  // Rotates the queries and the key of one key-value head of a token, and writes key and value to the cache, the value
-  // with its embedding.
+  // Rotates the queries and the key of one key-value head of a token, adds the value embedding to the value, and writes
+  // key and value to the cache.
   void remember(int64_t index, int64_t r, int64_t kv, const Own& own) const {
     const Layer& layer = model.layer[index];
     int64_t length = model.head_dim, group = model.heads / model.kv_heads, place = tokens.places[r];
@@ -482,7 +482,7 @@ struct Pass {
     }
   }
 
-  // Takes the experts of highest score + bias, ties to the lower one.
+  // Chooses the experts with the highest score + bias; ties go to the lower expert.
   static void choose(const Layer& layer, const float* of_token, uint8_t* taken) {
     memset(taken, 0, layer.experts);
     for (int64_t i = 0; i < layer.chosen; i++) {
@@ -602,7 +602,7 @@ struct Pass {
     const float* logits = results.logits + r * model.vocab;
     int64_t likeliest = 0;
     for (int64_t o = 0; o < model.vocab && logits[likeliest] == logits[likeliest]; o++)
-      if (!(logits[o] <= logits[likeliest])) likeliest = o;  // NaN is the highest
+      if (!(logits[o] <= logits[likeliest])) likeliest = o;  // NaN counts as the highest
     float highest = logits[likeliest], part[256];
     double sum = 0;
     for (int64_t o = 0; o < model.vocab; o += 256) {
@@ -676,7 +676,7 @@ struct Decoder {
     return {weight(*weights), weights->size(1)};
   }
 
-  // weights: up, down and, if there is one, gate; none for no feed-forward.
+  // weights: up, down and, if there is one, gate; empty for no feed-forward.
   FeedForward feed_forward(const std::vector<Tensor>& weights) {
     if (weights.empty()) return {};
     const void* gate = weights.size() > 2 ? weight(weights[2]) : nullptr;
@@ -686,9 +686,9 @@ struct Decoder {
 
 Decoder& decoder_at(int64_t handle) { return *reinterpret_cast<Decoder*>(handle); }
 
-// Begins a model without layers; the caller deletes it. embed: (vocab, d_model), float32; cos, sin: (places - 1,
+// Creates a model without layers; the caller deletes it. embed: (vocab, d_model), float32; cos, sin: (places - 1,
 // head_dim / 2); cache: (layers, rows, places, 2, kv_heads, head_dim) and last: (rows, d_model), in the dtype of the
-// weights; softcap: 0 is off; the others as in Model.
+// weights; softcap: 0 disables it; other parameters as in Model.
 int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const Tensor& sin, double qk_scale,
                int64_t offset_from, const Tensor& cache, const Tensor& last, const std::optional<Tensor>& smear_gate,
                double smear, double backout, double eps, double softcap) {
@@ -715,7 +715,7 @@ int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const
 
 void destroy(int64_t decoder) { delete &decoder_at(decoder); }
 
-// Appends a layer. dense, experts: weights as in `feed_forward`; the others as in Layer.
+// Appends a layer. dense, experts: weights as in `feed_forward`; other parameters as in Layer.
 void add_layer(int64_t handle, const Tensor& qkv, const Tensor& output, const std::optional<Tensor>& values,
                const std::optional<Tensor>& values_gate, int64_t window, double residual, double skip,
                const std::vector<Tensor>& dense, const std::vector<Tensor>& experts,
@@ -749,8 +749,8 @@ void add_layer(int64_t handle, const Tensor& qkv, const Tensor& output, const st
   decoder.model.layer = decoder.layers.data();
 }
 
-// Runs the model; the tokens' keys and values are written to the cache. Returns logits, peaks, scores and
-// assignment, and how many pairs are assigned, as in Results.
+// Runs the model and writes the tokens' keys and values to the cache. Returns logits, peaks, scores, assignment and the
+// number of assigned pairs, as in Results.
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> append(
     int64_t handle, const std::vector<int64_t>& ids, const std::vector<int64_t>& rows,
     const std::vector<int64_t>& places, int64_t from, int64_t threads) {
@@ -781,9 +781,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> append(
   return {logits, peaks, scores, assignment, results.assigned};
 }
 
-// Samples a token from logits (vocab) by top-k (`most`), then top-p: the candidates' weights e^(logit / temperature)
-// are accumulated from the likeliest on, or in the order of ids if neither limits them, and `number` in [0, 1) selects
-// by its share of their sum. Returns -1 if a logit is NaN.
+// Samples a token from logits (vocab) by top-k (`most`), then top-p. The candidates' weights e^(logit / temperature)
+// are accumulated from the likeliest down, or in the order of ids if neither limits them; `number` in [0, 1) selects
+// the candidate at that share of the sum. Returns -1 if a logit is NaN.
 int64_t sample(const Tensor& given, double temperature, int64_t most, double top_p, double number) {
   const float* logits = data<const float>(given);
   const int64_t vocab = given.size(0);
@@ -793,7 +793,7 @@ int64_t sample(const Tensor& given, double temperature, int64_t most, double top
     highest = highest < logits[i] ? logits[i] : highest;
   }
   const auto weight = [&](int64_t i) { return std::exp((double(logits[i]) - highest) / temperature); };
-  std::vector<uint64_t> order(vocab);  // the logit's bits, arranged so that higher logits sort first, then the id
+  std::vector<uint64_t> order(vocab);  // the logit's bits, encoded so that higher logits sort first, then the id
   for (int64_t i = 0; i < vocab; i++) {
     uint32_t bits;
     memcpy(&bits, logits + i, 4);
@@ -810,7 +810,7 @@ int64_t sample(const Tensor& given, double temperature, int64_t most, double top
     const auto end = order.begin() + sorted;
     if (sorted == vocab && !some) {
     } else if (sorted <= 256) {
-      std::partial_sort(order.begin(), end, order.end());  // quickest for a few
+      std::partial_sort(order.begin(), end, order.end());  // fastest for a few
     } else {
       std::nth_element(order.begin(), end, order.end());
       std::sort(order.begin(), end);

@@ -13,7 +13,7 @@ from .build import DECODER, DECODER_FLAGS, LIBRARIES, OPERATORS, load
 
 @functools.cache
 def decoder() -> ctypes.CDLL | None:
-    """Return the decoder's kernels, a separate library since any CPU can run them; None if they cannot be built."""
+    """Return the decoder's kernels, or None if they cannot be built. Any CPU can run this separate library."""
     return load(DECODER, [OPERATORS], DECODER_FLAGS, LIBRARIES)
 
 
@@ -33,11 +33,11 @@ def decoder_create(
     eps: float,
     softcap: float,
 ) -> int:
-    """Return a new decoder without layers, to be destroyed later.
+    """Return a new decoder without layers, which the caller must destroy.
 
     embed: (vocab, d_model), cos, sin: (capacity, head_dim / 2), float32; cache: (layers, rows, capacity + 1, 2,
     kv_heads, head_dim) and, for smear_gate (1, channels), last: (rows, d_model), in the dtype of head and all other
-    weights, float32 or bfloat16; softcap: 0 is off.
+    weights, float32 or bfloat16; softcap: 0 disables it.
     """
     raise NotImplementedError
 
@@ -68,10 +68,10 @@ def decoder_add_layer(
 ) -> None:
     """Append a layer to a decoder; it maps residual · x + skip · the first layer's input.
 
-    values: value embeddings (vocab, kv_heads · head_dim), float32, with values_gate (kv_heads, channels). window:
-    tokens before its own that a token attends to. dense, experts: up, down and, for swiglu, gate; empty for none.
-    router: (num_scores, d_model), float32. cutoffs: (rows, experts), float32, may change later; without them each token
-    takes the `chosen` highest of score + bias (experts,). softmax_gates: gates are the softmax of all scores, else σ.
+    values: value embeddings (vocab, kv_heads · head_dim), float32, with values_gate (kv_heads, channels). window: how
+    many earlier tokens a token attends to. dense, experts: up, down and, for swiglu, gate; empty if absent.
+    router: (num_scores, d_model), float32. cutoffs: (rows, experts), float32, may change later; without them, a token
+    chooses the `chosen` highest of score + bias (experts,). softmax_gates: gates are the softmax of all scores, else σ.
     """
 
 
@@ -79,16 +79,16 @@ def decoder_add_layer(
 def decoder_append(
     decoder: int, tokens: list[int], rows: list[int], places: list[int], first: int, threads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Append each token at its place in a row of the cache; results are for tokens from `first` on.
+    """Append each token at its position in a row of the cache; logits are computed for tokens[first:].
 
-    Returns logits (tokens - first, vocab); each row's argmax, maximum and log Σ exp, float64 (tokens - first, 3); of
-    all tokens scores (MoE layers, tokens, num_scores) and assignment (MoE layers, tokens, experts); and the number of
-    assigned pairs.
+    Returns logits (tokens - first, vocab); each row's argmax, maximum and log Σ exp, float64 (tokens - first, 3); the
+    scores (MoE layers, tokens, num_scores) and assignment (MoE layers, tokens, experts) of all tokens; and the number
+    of assigned pairs.
     """
     raise NotImplementedError
 
 
 @operator()
 def decoder_sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int:
-    """Return a token drawn from logits (vocab,) float32 as `Sampler` does, -1 if a logit is NaN."""
+    """Return a token drawn from logits (vocab,) float32 as `Sampler` does, or -1 if a logit is NaN."""
     raise NotImplementedError

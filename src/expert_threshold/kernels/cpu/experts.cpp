@@ -14,11 +14,11 @@
 namespace experts {
 namespace {
 
-constexpr int64_t ROWS = 256;       // in a block, whose rows and activations fit a cache of 2 MiB
-constexpr int64_t TILE_ROWS = 256;  // of a tile of the weights' gradient, summed in float32
+constexpr int64_t ROWS = 256;       // in a block, so that its rows and activations fit a cache of 2 MiB
+constexpr int64_t TILE_ROWS = 256;  // in a tile of the weights' gradient, summed in float32
 constexpr int64_t TILE_COLUMNS = 768;
 
-struct Rows {  // a block of an expert; `padded` is where it begins if every block is rounded up to 32 rows
+struct Rows {  // a block of an expert; `padded` is where it starts if every block is rounded up to 32 rows
   int64_t expert, start, count, padded, rounded;
 };
 
@@ -34,12 +34,12 @@ std::vector<Rows> blocks_of(const int64_t* first, int64_t experts) {
   return blocks;
 }
 
-// The rows of all blocks, each rounded up to whole tiles.
+// The number of rows in all blocks, each rounded up to whole tiles.
 int64_t padded_rows(const std::vector<Rows>& blocks) {
   return blocks.empty() ? 0 : blocks.back().padded + blocks.back().rounded;
 }
 
-// Calls then(from, to) on each thread, with neighbouring blocks, which share packed weights, and balanced row counts.
+// Calls then(from, to) on each thread with neighbouring blocks, which share packed weights; row counts are balanced.
 template <class Then>
 void for_neighbours(const std::vector<Rows>& blocks, Then&& then) {
   const int64_t threads = at::get_num_threads(), rows = padded_rows(blocks);
@@ -76,7 +76,7 @@ const bf16* gather(const bf16* x, const int32_t* token, const Rows& b, int64_t w
   return out;
 }
 
-// Writes c (rows, columns), times the rows' scale, to `out`, whose rows are `width` apart.
+// Writes c (rows, columns), times each row's scale, to `out`, whose rows are `width` apart.
 template <class Scale>
 void store_rows(const float* c, int64_t rows, int64_t columns, bf16* out, int64_t width, Scale&& scale) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -128,9 +128,9 @@ void sum_over_rows(const Tile& t, const std::vector<Rows>& blocks, float* sum) {
 
 // The pairs of an assignment (tokens, experts), by expert, then token.
 struct Order {
-  std::vector<int64_t> first;  // (experts + 1,) where each expert's rows begin
+  std::vector<int64_t> first;  // (experts + 1,) where each expert's rows start
   std::vector<int32_t> token;  // (pairs,)
-  std::vector<int32_t> begin;  // (tokens + 1,) where each token's rows begin in `slot`
+  std::vector<int32_t> begin;  // (tokens + 1,) where each token's rows start in `slot`
   std::vector<int32_t> slot;   // (pairs,) the rows of each token
 
   Order(const uint8_t* assignment, int64_t tokens, int64_t experts) : first(experts + 1), begin(tokens + 1) {
@@ -149,7 +149,7 @@ struct Order {
   }
 };
 
-// One term of the sum, routed experts or a shared one. Of that, gates, token, begin and slot are null.
+// One term of the sum: routed experts, or a shared expert, whose gates, token, begin and slot are null.
 struct Term {
   const bf16 *x, *up, *down;  // x: (tokens, width)
   int64_t tokens, experts, width, hidden;
@@ -164,10 +164,10 @@ struct Term {
 
   struct Gradients {
     bf16* x;
-    float* gates;  // zero where nothing is assigned
+    float* gates;  // zero outside the assignment
     bf16 *up, *down;
   };
-  // The factors of the weights' gradients, by block; `padded` rows in all.
+  // The factors of the weights' gradients, by block, with `padded` rows in all.
   struct Factors {
     bf16 *transposed_dh, *packed_a;  // (hidden, padded), (padded, hidden)
     bf16 *packed_x, *transposed_dy;  // (padded, width), (width, padded)
@@ -304,7 +304,7 @@ void Term::backward(const bf16* dy, const bf16* kept, const Factors& to, bf16* d
 
 using MaybeTensor = std::optional<Tensor>;
 
-// Calls then(index, term, pairs) for the shared expert, if there is one, then for routed ones.
+// Calls then(index, term, pairs) for the shared expert, if there is one, then for the routed experts.
 template <class Then>
 void for_terms(const Tensor& given, const MaybeTensor& gates, const MaybeTensor& assignment,
                const std::vector<Tensor>& weights, Then&& then) {
@@ -342,7 +342,7 @@ void for_terms(const Tensor& given, const MaybeTensor& gates, const MaybeTensor&
 constexpr int64_t EXACT = -1, NONE = 0;  // rows of pre-activations to allocate: as many as needed, or none
 
 // Returns y and, for each term, relu of the pre-activations (rows, hidden), filled from the first row on; `room` is the
-// rows for routed pairs.
+// number of rows for routed pairs.
 std::vector<Tensor> forward(const Tensor& x, const MaybeTensor& gates, const MaybeTensor& assignment,
                             const std::vector<Tensor>& weights, int64_t room) {
   const Tensor y = new_empty(x, x.sizes());
@@ -350,7 +350,7 @@ std::vector<Tensor> forward(const Tensor& x, const MaybeTensor& gates, const May
   for_terms(x, gates, assignment, weights, [&](int64_t i, const Term& term, int64_t pairs) {
     const bool bounded = term.begin && room != EXACT;
     STD_TORCH_CHECK(!bounded || room == NONE || pairs <= room, pairs,
-                    " pairs of tokens and experts do not fit into ", room, " rows");
+                    " token-expert pairs do not fit into ", room, " rows");
     const Tensor kept = new_empty(x, {room == NONE ? 0 : bounded ? room : pairs, term.hidden});
     const Tensor ys = term.begin ? new_empty(x, {pairs, term.width}) : y;
     term.forward(room == NONE ? nullptr : data<bf16>(kept), data<bf16>(ys), data<bf16>(y));

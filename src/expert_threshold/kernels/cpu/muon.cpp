@@ -1,6 +1,6 @@
-// A step of Muon, one thread per matrix: momentum, orthogonalization with bfloat16 products and what optim/orthogonal.py
-// has around it, weight decay and the update, in a core's cache. The copy there is padded to whole tiles of 32 × 32 by
-// zeros, which stay zero.
+// A step of Muon, one thread per matrix: momentum, equilibration, orthogonalization with bfloat16 products,
+// normalization, weight decay and the update, as in optim/muon.py. The matrix stays in a core's cache, zero-padded to
+// whole tiles of 32 × 32; the padding stays zero.
 
 #include <cmath>
 
@@ -9,8 +9,8 @@
 namespace muon {
 namespace {
 
-// out (m, n) = scale · before + factor · a (m, k) · packed b; `before` may be null, or out. A symmetric one is computed
-// from the diagonal down.
+// out (m, n) = scale · before + factor · a (m, k) · packed b; `before` may be null, or out. A symmetric product
+// is computed from the diagonal down.
 template <bool symmetric>
 void product(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, float factor, const bf16* before,
              float scale, bf16* out) {
@@ -29,10 +29,10 @@ void product(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, floa
     transpose<false>(out + below * n + j, n - below, columns, out + j * n + below, n, n);
 }
 
-// The parts of a matrix that have a norm each; numbered as in blocks.py.
+// The parts of a matrix that are normalized separately; numbered as in blocks.py.
 enum Parts : int64_t { NONE, ROWS, COLUMNS, MATRIX };
 
-// A matrix, and room for a number for each of its rows or columns.
+// A matrix, and room for one number per row or column.
 struct Matrix {
   float* x;  // (rows, stride), zero beyond the columns
   int64_t rows, columns, stride;
@@ -67,7 +67,7 @@ struct Matrix {
     }
   }
 
-  // `normalize` of orthogonal.py.
+  // `normalize` of optim/muon.py.
   void normalize(Parts parts, float eps) const {
     squares(parts);
     const float norm = std::sqrt((float)std::min(rows, columns) / count(parts));
@@ -75,7 +75,7 @@ struct Matrix {
     scale(parts);
   }
 
-  // `normuon` of orthogonal.py; v: a second moment for each part.
+  // `normuon` of optim/muon.py; v: a second moment for each part.
   void normuon(Parts parts, float* v, float beta, float least) const {
     squares(parts);
     float before = 0, after = 0;
@@ -114,7 +114,7 @@ std::vector<float*> matrices_of(const std::vector<Tensor>& stacks) {
   return matrices;
 }
 
-// Moves the weights, momenta and second moments (none: no NorMuon), as `muon.step` of Python says.
+// Updates the weights, momenta and second moments (empty without NorMuon) as optim/muon.py does.
 void step(const std::vector<Tensor>& weights, const std::vector<Tensor>& grads, const std::vector<Tensor>& momenta,
           const std::vector<Tensor>& second_moments, double nesterov_decay, int64_t equilibrate,
           const std::vector<double>& polynomials, double safety, double smallest, int64_t renormalize,
@@ -133,7 +133,7 @@ void step(const std::vector<Tensor>& weights, const std::vector<Tensor>& grads, 
   const __m512 rate = _mm512_set1_ps(lr), shrink = _mm512_set1_ps(weight_decay), zero = _mm512_setzero_ps();
   const int64_t height = round_up(rows, 32), stride = round_up(columns, 32), numbers = height * stride;
   const int64_t small = std::min(height, stride), large = std::max(height, stride);
-  // Calls then(the first of up to 16 numbers of a row, their mask, where they are in an update), row by row.
+  // Calls then(first of up to 16 numbers in a row, their mask, their position in an update), row by row.
   const auto for_row_parts = [&](auto&& then) {
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t j = 0; j < stride; j += 16)

@@ -1,4 +1,4 @@
-"""Kernels in Triton for NVIDIA GPUs, behind operators of torch.library; imported when first called."""
+"""Triton kernels for NVIDIA GPUs, behind torch.library operators; imported when first called."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -8,10 +8,10 @@ from torch import Tensor
 
 @cache
 def has_triton() -> bool:
-    """Return True if Triton is installed; torch's builds for NVIDIA GPUs bring it."""
+    """Return True if Triton is installed; torch's builds for NVIDIA GPUs include it."""
     return find_spec("triton") is not None
 
 
 def applies(x: Tensor) -> bool:
-    """Return True if the kernels run for rows like x."""
+    """Return True if the kernels can run on rows like x."""
     return x.is_cuda and has_triton()

@@ -1,4 +1,4 @@
-"""Losses of a softcapped head from its logits, with the logits' gradient in their place: two reads and one write."""
+"""Losses of a softcapped head from its logits, which their gradient overwrites: two reads and one write."""
 
 import torch
 import triton
@@ -19,7 +19,7 @@ def softmax_slopes_of_row(
     with_gradient: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write one row's loss, and if `with_gradient` its slopes over the logits, see `model.cross_entropy`."""
+    """Write a row's loss and, if `with_gradient`, replace its logits by the slopes of `model.cross_entropy`."""
     row = tl.program_id(0)
     first = logits + row.to(tl.int64) * vocab
     word, target = tl.arange(0, tile), tl.load(wanted + row)
@@ -51,7 +51,7 @@ def softmax_slopes_of_row(
 def softmax_slopes(
     logits: Tensor, wanted: Tensor, losses: Tensor, softcap: float | None, with_gradient: bool, tile: int = TILE
 ) -> None:
-    """Write the losses (rows,) of logits (rows, vocab), and their slopes over the logits if `with_gradient`."""
+    """Write the losses (rows,) of logits (rows, vocab); if `with_gradient`, replace the logits by the slopes."""
     if not logits.numel():
         return
     with torch.cuda.device_of(logits):

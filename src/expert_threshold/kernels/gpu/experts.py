@@ -1,13 +1,13 @@
 """The routed sum in Triton kernels for NVIDIA GPUs (extra `triton`); nothing waits for the device.
 
 Rows are gathered while they are multiplied, so tokens are not copied. Backward needs the input, the activations
-a = relu(h)² and the indices: the slope 2 · relu(h) is 2 · sqrt(a), more exact than from a rounded relu(h). SwiGLU is
-not fused: h is saved, and PyTorch computes the activation and its slope.
+a = relu(h)² and the indices: the slope 2 · relu(h) is 2 · sqrt(a), which is more accurate than a rounded relu(h).
+SwiGLU is not fused: h is saved, and PyTorch computes the activation and its slope.
 
 All configurations have the same tile size along the summed dimension, and tokens are summed in the order of experts, so
-a row's result does not depend, to the bit, on the other rows, on their number, or on the tuning.
+not one bit of a row's result depends on the other rows, on their number, or on the tuning.
 
-Under TRITON_INTERPRET=1, set before triton is imported, the kernels run on the CPU, very slowly: for tests.
+For tests, TRITON_INTERPRET=1, set before triton is imported, runs the kernels on the CPU, very slowly.
 """
 
 import functools
@@ -28,7 +28,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # The tile size along the summed dimension, and the columns summed into one part of a gate's gradient.
 DEPTH, PART = (16, 16) if INTERPRETED else (64, 32)
-# For float32 without tensor cores, which would round it: larger tiles do not fit the registers.
+# For float32 without tensor cores, which would round it; larger tiles do not fit the registers.
 FIXED = {"tile_m": 16, "tile_n": 32} if INTERPRETED else {"tile_m": 64, "tile_n": 64}
 TILES = [  # rows, columns, warps, stages of the pipeline
     (128, 256, 8, 3),
@@ -117,7 +117,7 @@ def multiply(
             )
         else:
             if epilogue == "relu2":
-                relu = tl.where(product < 0, 0.0, product)  # NaN stays
+                relu = tl.where(product < 0, 0.0, product)  # NaN stays NaN
                 product = relu * relu
             at = row.to(tl.int64)[:, None] * d_out + column[None, :]
             tl.store(out + at, product.to(out.dtype.element_ty), mask=inside[:, None] & (column[None, :] < d_out))
@@ -252,7 +252,7 @@ def spread_gates(
 
 
 def _tuned(kernel: Any, key: list[str]) -> Any:
-    """Return the kernel with the tiles that measure fastest for the constants in `key`, cached on disk."""
+    """Return the kernel with the fastest measured tiles for the constants in `key`, cached on disk."""
     return triton.autotune(CONFIGS, key=key, cache_results=True)(kernel)
 
 
@@ -272,7 +272,7 @@ def _launch(kernel: Any, grid: Any, first: Tensor, *rest: Tensor | int | None, *
 
 
 def _launch_product(kernel: Any, grid: Any, left: Tensor, *rest: Tensor | int | None, **constants: Any) -> None:
-    """Launch with tuned tiles, with fixed ones in float32."""
+    """Launch with tuned tiles, or with fixed tiles in float32."""
     kernel, tiles = (TUNED[kernel], {}) if _is_tuned(left.dtype) else (kernel, FIXED)
     upcast = INTERPRETED and left.dtype == torch.bfloat16  # the interpreter's bfloat16 products are wrong
     _launch(kernel, grid, left, *rest, **constants, **tiles, tile_k=DEPTH, upcast=upcast)
@@ -297,7 +297,7 @@ def _multiply(
     dots = None if kept is None else left.new_empty(triton.cdiv(d_out, PART), rows, dtype=torch.float32)
 
     def grid(meta: dict[str, int]) -> tuple[int]:
-        """Return the number of programs that run at a time; each loops over tiles."""
+        """Return the number of programs that run at once; each loops over tiles."""
         if not left.is_cuda:
             return (3,)
         processors = torch.cuda.get_device_properties(left.device).multi_processor_count
@@ -327,7 +327,7 @@ def _multiply_segments(left: Tensor, right: Tensor, segments: Segments, *, gathe
 
 
 def _sum_by_token(rows: Tensor, segments: Segments, gates: Tensor | None = None) -> Tensor:
-    """Return the sums of each token's rows, times their gates if given, (tokens, width)."""
+    """Return the sum of each token's rows (tokens, width), weighted by their gates if given."""
     tokens, width = len(segments.of_token) - 1, rows.shape[1]
     out = rows.new_empty(tokens, width)
     _launch(
@@ -339,7 +339,7 @@ def _sum_by_token(rows: Tensor, segments: Segments, gates: Tensor | None = None)
 
 
 def _spread_gates(dots: Tensor, segments: Segments, gates: Tensor) -> Tensor:
-    """Return the gradient of the gates (tokens, experts) from its parts for each row."""
+    """Return the gradient of the gates (tokens, experts) from each row's parts."""
     dgates = torch.zeros_like(gates)
     _launch(
         spread_gates, (triton.cdiv(dots.shape[1], 128),),
@@ -409,7 +409,7 @@ def triton_forward(
     up: Tensor,
     down: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return y (tokens, d_model) and what backward needs of every row: relu(h)², or h for SwiGLU."""
+    """Return y (tokens, d_model) and what backward needs for every row: relu(h)², or h for SwiGLU."""
     if _is_tuned(x.dtype):
         _tune(up.shape, down.shape[2], x.dtype, x.device)
     return _forward(x, gates, Segments(token, pair, ends, by_token, of_token), up, down)
@@ -462,10 +462,10 @@ class _Triton(torch.autograd.Function):
 def routed_sum(
     x: Tensor, gates: Tensor, assignment: Tensor, ups: tuple[Tensor, ...], down: Tensor, rows: int | None = None
 ) -> Tensor:
-    """Return y_t = Σ_e z[t,e] g[t,e] down_e · act(ups_e · x_t) of x (tokens, d_model), relu² of one or SwiGLU of two.
+    """Return y_t = Σ_e z[t,e] g[t,e] down_e · act(ups_e · x_t) for x (tokens, d_model).
 
-    ups: (experts, d_expert, d_model); down: (experts, d_model, d_expert); these and x in one of DTYPES. gates,
-    assignment: (tokens, experts), float32 and bool. rows: a bound on the assigned pairs; None counts them.
+    ups: one (experts, d_expert, d_model) for relu², two for SwiGLU; down: (experts, d_model, d_expert); x and these in
+    one of DTYPES. gates, assignment: (tokens, experts), float32 and bool. rows: a bound on the pairs; None counts them.
     """
     up, packed = ups[0] if len(ups) == 1 else torch.cat(ups, 1), segments(assignment, rows)
     y: Tensor = _Triton.apply(x.contiguous(), gates.contiguous(), *packed, up.contiguous(), down.contiguous())

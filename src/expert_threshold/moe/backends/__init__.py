@@ -20,14 +20,14 @@ from .expert_parallel import OwnExperts, expert_parallel_sum
 from .grouped import grouped_sum
 from .static import is_native, static_sum
 
-FEW = 16  # tokens for which packing costs more than it saves
-MEASURED_FROM = 4096  # tokens; below, no choice is worth the seconds that measuring takes
+FEW = 16  # up to this many tokens, packing costs more than it saves
+MEASURED_FROM = 4096  # with fewer tokens, no choice is worth the seconds that measuring takes
 SAME = 0.03
-"""Largest difference, of a tensor's norm, between backends that both round a few times to bfloat16."""
+"""Largest difference, relative to a tensor's norm, between backends that each round a few times to bfloat16."""
 
 
 class Backend:
-    """Computes the routed sum; equal to `reference` in outputs and in all gradients.
+    """Computes the routed sum, with the same outputs and gradients as `reference`.
 
     A subclass has a name and `routed_sum`, and overrides `why_not` and `pays` to state its limits.
     """
@@ -43,7 +43,7 @@ class Backend:
         return False
 
     def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
-        """Return the backend that computes such a call, itself unless it delegates; arguments as in `__call__`."""
+        """Return the backend that computes the call: itself, unless it delegates; arguments as in `__call__`."""
         return self
 
     def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
@@ -69,8 +69,7 @@ class Backend:
         """Return the routed sum, plus the output of the shared experts if given; shaped like x.
 
         x: (tokens, d_model); gates: (tokens, experts) float32; assignment: (tokens, experts) bool. rows: a bound on the
-        assigned token-expert pairs; None if only counting can tell. Raises ValueError if the backend cannot compute
-        this.
+        assigned token-expert pairs; None counts them. Raises ValueError if the backend cannot compute the call.
         """
         backend = self.chosen(x, experts, rows)
         backend.require(x, experts)
@@ -86,9 +85,9 @@ class Backend:
 
 
 class Reference(Backend):
-    """The definition, one expert after the other, on its own tokens only.
+    """The definition: one expert after another, each on its own tokens only.
 
-    So a NaN in another token's row cannot reach an expert's output.
+    Thus a NaN in another token's row cannot reach an expert's output.
     """
 
     name = "reference"
@@ -100,7 +99,7 @@ class Reference(Backend):
         ups, down = experts.ups(x.dtype), experts.down.to(x.dtype)
         tokens, outputs = assignment.T.nonzero()[:, 1], []
         for i, chosen in enumerate(tokens.split(assignment.sum(0).tolist())):
-            if not len(chosen) and not torch.is_grad_enabled():  # with gradients, its weights have one of zeros
+            if not len(chosen) and not torch.is_grad_enabled():  # in training, its weights need zero gradients
                 continue
             h = up_project(x[chosen], tuple(up[i] for up in ups))
             a = h.relu().square() if len(ups) == 1 else F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
@@ -109,7 +108,7 @@ class Reference(Backend):
 
 
 class Grouped(Backend):
-    """Batches the products of neighbouring experts: the fast way on a host."""
+    """Batches the products of neighbouring experts: the fast way on a CPU."""
 
     name = "grouped"
 
@@ -124,8 +123,8 @@ class Static(Backend):
     """Multiplies segments of one buffer; `auto` chooses it if no product waits for the device.
 
     Without a bound on loads it still waits once, as `grouped` does, but launches one kernel per product instead of one
-    per group of experts. A compiled graph would then need rows for every possible pair, and a few tokens hit few
-    experts, so `auto` leaves both to others.
+    per group of experts. A compiled graph would then need rows for every possible pair, and a few tokens reach few
+    experts, so `auto` leaves both cases to other backends.
     """
 
     name = "static"
@@ -153,16 +152,16 @@ class Cpu(Backend):
         if not available():
             return f"has no kernels here: {reason()}; use dispatch='auto'"
         if x.dtype != torch.bfloat16:
-            return f"computes in bfloat16 and not in {x.dtype}; use dispatch='grouped'"
+            return f"computes in bfloat16, not in {x.dtype}; use dispatch='grouped'"
         if experts.activation.name != "relu2":
-            return f"computes relu2 and not {experts.activation.name}; use dispatch='grouped'"
+            return f"computes relu2, not {experts.activation.name}; use dispatch='grouped'"
         return f"needs widths that are multiples of {TILE}, and matrices that fit; use dispatch='grouped'"
 
     def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
         return override("routed_sum", x, experts.down.shape[2], experts.activation.name) is not None
 
     def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
-        # Kernels that could compute more rows leave a few to what `auto` would take; other misfits are errors.
+        # If there are only too few rows for the kernels, use what `auto` would choose; other misfits are errors.
         few = not self.pays(x, experts, rows) and self.why_not(x, experts) is None
         return _most_specialised(x, experts, rows) if few else self
 
@@ -193,9 +192,9 @@ class Triton(Backend):
         except ModuleNotFoundError as error:
             return f"needs {error.name}, which is missing; run: {install('triton')}"
         if not (x.is_cuda or INTERPRETED):
-            return f"needs a CUDA GPU and not {x.device.type!r}; use dispatch='auto'"
+            return f"needs a CUDA GPU, not {x.device.type!r}; use dispatch='auto'"
         if x.dtype not in DTYPES:
-            return f"computes in float32 or less and not in {x.dtype}; use dispatch='grouped'"
+            return f"computes in float32 or lower precision, not in {x.dtype}; use dispatch='grouped'"
         return None
 
     def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
@@ -210,7 +209,7 @@ class ExpertParallel(Backend):
     name = "expert_parallel"
 
     def why_not(self, x: Tensor, experts: Experts) -> str | None:
-        return None if isinstance(experts, OwnExperts) else "needs experts split over ranks; see shard_experts"
+        return None if isinstance(experts, OwnExperts) else "needs experts split over ranks; call shard_experts"
 
     def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
         assert isinstance(experts, OwnExperts)
@@ -218,8 +217,8 @@ class ExpertParallel(Backend):
 
 
 class Auto(Backend):
-    """Delegates every call to the most specialised backend that pays off for it; in training on a GPU, to the faster of
-    that one and `triton`, measured there.
+    """Delegates every call to the most specialised backend that pays off. In training on a GPU, delegates to the faster
+    of that backend and `triton`, as measured there.
     """
 
     name = "auto"
@@ -245,7 +244,7 @@ def fastest(
     activation: ActivationName,
 ) -> str:
     """Return the backend whose forward and backward are fastest for a layer of this shape (experts, d_model, d_expert)
-    on this GPU; measured once in a process. The first of the names, while a CUDA graph is captured.
+    on this GPU, measured once per process. While a CUDA graph is being captured, return the first of the names.
     """
     if torch.cuda.is_current_stream_capturing():
         return names[0]
@@ -265,8 +264,8 @@ def _measured(
     activation: ActivationName,
     tokens: int = 2**14,
 ) -> str:
-    """Time the backends on random rows, one expert a token; those that fail or differ from the first one are out."""
-    # Random numbers are the run's.
+    """Time the backends on random rows, one expert per token; exclude those that fail or differ from the first."""
+    # Keep the run's random state.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device, torch.enable_grad():
         torch.manual_seed(0)
         experts = Experts(*shape, activation).to(dtype)
@@ -318,7 +317,7 @@ else:  # derived from the table, so that command lines offer every backend
 
 
 def backend_named(name: str) -> Backend:
-    """Return the backend of that name. Raises ValueError if there is none."""
+    """Return the backend with that name. Raises ValueError if there is none."""
     if name not in BY_NAME:
         raise ValueError(f"dispatch={name!r} is unknown; use one of {', '.join(BY_NAME)}")
     return BY_NAME[name]

@@ -1,8 +1,8 @@
 """Experts split over ranks: a token goes once to every rank that owns some of its experts, and their sum comes back.
 
-Sending a row per rank rather than per expert never sends more, and less wherever a token chose two experts of one rank
-(`benchmarks/scaling.py` counts both). Gates travel with the row, so the owner returns one gate-weighted sum. Routing by
-cutoffs needs no communication in inference, since it compares them with the token's own scores.
+Sending one row per rank never sends more than one row per expert, and sends less when a token chose two experts of one
+rank (`benchmarks/scaling.py` counts both). Gates travel with the row, so the owner returns one gate-weighted sum. In
+inference, routing by cutoffs needs no communication, since it compares them with the token's own scores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OwnExperts(Experts):
         self.train(experts.training)
 
     def forward(self, x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
-        """Return the weighted sums of rows (rows, d_model); gates and assignment: (rows, own experts)."""
+        """Return each row's weighted sum of outputs, (rows, d_model); gates, assignment: (rows, own experts)."""
         y: Tensor = self.backend(x, gates, assignment, self, rows=None)
         return y
 
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     token: Tensor  # (rows,)
     rank: Tensor  # (rows,)
     by_token: Tensor  # (rows,) the rows, ordered by token
-    of_token: Tensor  # (tokens,) where in `by_token` the rows of each token begin
+    of_token: Tensor  # (tokens,) where each token's rows start in `by_token`
 
 
 class Splits(NamedTuple):
@@ -66,7 +66,7 @@ class Splits(NamedTuple):
 
 
 def expert_parallel_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: OwnExperts) -> Tensor:
-    """Return the routed sum, of which every rank of the group computes its `OwnExperts`' part."""
+    """Return the routed sum; every rank of the group computes the part of its `OwnExperts`."""
     group = experts.group
     chosen = assignment.unflatten(1, (dist.get_world_size(group), -1)).any(2)
     sent, splits = by_count(chosen, group)
@@ -77,7 +77,7 @@ def expert_parallel_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: O
 
 
 def by_count(chosen: Tensor, group: dist.ProcessGroup) -> tuple[Rows, Splits]:
-    """Return the rows of chosen (tokens, ranks) and the splits, which it communicates. Waits for the device."""
+    """Return the rows for chosen (tokens, ranks) and the splits, by exchanging counts. Waits for the device."""
     rank, token = chosen.T.nonzero().unbind(1)
     counts = chosen.sum(0)
     incoming = torch.empty_like(counts)
@@ -96,13 +96,13 @@ def _exchange(rows: Tensor, splits: Splits, group: dist.ProcessGroup) -> Tensor:
 
 
 def _join(rows: Tensor, gates: Tensor) -> Tensor:
-    """Append the bits of each row's gates, so that both travel in one message."""
+    """Append each row's gates, bit for bit, so that both travel in one message."""
     wide = gates.to(torch.promote_types(gates.dtype, rows.dtype))
     return torch.cat((rows, wide.contiguous().view(rows.dtype)), 1)
 
 
 def _part(joined: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split joined rows into rows of that width and their gates."""
+    """Split joined rows into rows of `width` and their gates."""
     rows, gates = joined[:, :width].contiguous(), joined[:, width:].contiguous()
     return rows, gates.view(torch.promote_types(dtype, rows.dtype)).to(dtype)
 

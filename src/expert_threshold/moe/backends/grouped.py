@@ -37,27 +37,27 @@ class Group(NamedTuple):
     slots: slice
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return the group's part of rows (slots, …) as a view (experts, length, …)."""
+        """Return the group's rows of (slots, …) as a view (experts, length, …)."""
         rows = rows[self.slots]
         return rows.view(-1, self.length, *rows.shape[1:])
 
 
 def most_slots(rows: int) -> int:
-    """Return the most rows that may be computed where `rows` are needed: a quarter more, for padding."""
-    return rows + rows // 4  # in whole numbers: the compiler knows no symbolic float
+    """Return the maximum number of rows to compute where `rows` are needed: a quarter more, for padding."""
+    return rows + rows // 4  # integers, since the compiler has no symbolic floats
 
 
 def round_up(load: int) -> int:
-    """Return the load rounded up to four significant bits, at most an eighth more."""
+    """Return the load rounded up to four significant bits, which adds up to an eighth."""
     unit = 1 << max((load - 1).bit_length() - 4, 0)
     return -(-load // unit) * unit
 
 
 def form_groups(loads: list[int], hidden: int, limit: float = HIDDEN_PER_BLOCK) -> list[Group]:
-    """Return groups of all experts, or of halves, quarters … of them, so that each group stays within `limit` hidden
-    activations and `most_slots`. Experts without tokens are in no group, so that they cost nothing in decoding.
+    """Group all experts, or halves or quarters of them and so on, so that each group stays within `limit` hidden
+    activations and `most_slots`. Experts without tokens are in no group, so they cost nothing in decoding.
 
-    Loads are rounded to keep shapes few, since oneDNN compiles a kernel for each new one.
+    Loads are rounded up so that few shapes occur, since oneDNN compiles a kernel for each new shape.
     """
     groups: list[Group] = []
 
@@ -78,15 +78,15 @@ def form_groups(loads: list[int], hidden: int, limit: float = HIDDEN_PER_BLOCK) 
 
 
 class Packing(NamedTuple):
-    """The indices of gather and sum. A pair is a token and one of its experts, ordered by expert, then token.
+    """Indices for gathering and summing. A pair is a token and one of its experts; pairs go by expert, then token.
 
     Say token 0 goes to experts 0 and 1, token 1 to expert 0, token 2 to expert 1, and token 3 to both, so that expert 0
-    has the tokens 0, 1, 3 and expert 1 the tokens 0, 2, 3. With a group of both experts, four slots each:
+    gets tokens 0, 1, 3 and expert 1 gets tokens 0, 2, 3. With both experts in one group, four slots each:
 
         pair      0  2  6  1  5  7
         token     0  1  3  0  2  3
         slot      0  1  2  4  5  6         slots 3 and 7 are padding
-        of_slot   0  1  2  3  3  4  5  6   slot 3 lies in [3, 3), which has no pair, and slot 7 begins at the end
+        of_slot   0  1  2  3  3  4  5  6   slot 3 covers [3, 3), which has no pair, and slot 7 starts at the end
         by_token  0  3  1  4  2  5         pairs 0 and 3 belong to token 0, pair 1 to token 1, …
         of_token  0  2  3  4
     """
@@ -94,9 +94,9 @@ class Packing(NamedTuple):
     pair: Tensor  # (pairs,) token · experts + expert
     token: Tensor  # (pairs,)
     slot: Tensor  # (pairs,)
-    of_slot: Tensor  # (slots,) the first pair at or after the slot; slots of padding hold none
+    of_slot: Tensor  # (slots,) the first pair at or after the slot; padding slots hold none
     by_token: Tensor  # (pairs,) the pairs, ordered by token
-    of_token: Tensor  # (tokens,) where in `by_token` the pairs of each token begin
+    of_token: Tensor  # (tokens,) where each token's pairs start in `by_token`
 
 
 def pack(assignment: Tensor, groups: list[Group]) -> Packing:
@@ -117,7 +117,7 @@ def pack(assignment: Tensor, groups: list[Group]) -> Packing:
 
 
 def sum_rows(rows: Tensor, index: Tensor, begins: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return in row i the weighted sum of rows[index[j]] over begins[i] ≤ j < begins[i + 1], zeros if there is no j."""
+    """Return in row i the weighted sum of rows[index[j]] over begins[i] ≤ j < begins[i + 1], or zeros without any j."""
     if not len(begins) or not len(index):
         return rows.new_zeros(len(begins), rows.shape[1])
     y: Tensor = torch.embedding_bag(rows, index, begins, False, 0, False, weights)[0]
@@ -140,10 +140,10 @@ class Plan(NamedTuple):
 def _forward(
     x: Tensor, gates: Tensor, plan: Plan, activation: Activation, weights: Sequence[Tensor], kept: Tensor
 ) -> Tensor:
-    """Return y, computed group by group, so that intermediates stay in cache.
+    """Return y, computed group by group so that intermediates stay in cache.
 
-    Gates multiply the rows of experts' outputs, and so the rows of all gradients: they are applied for free while rows
-    of d_model are gathered, and never to hidden activations.
+    Gates multiply the rows of experts' outputs, and hence of all gradients. So they are applied for free while rows of
+    width d_model are gathered, and never to hidden activations.
 
     weights: down, then ups; kept: (slots or more, width · d_expert), a buffer that receives what backward needs.
     """
@@ -212,8 +212,8 @@ class _Grouped(torch.autograd.Function):
         return dx, dgates, None, None, *dweights
 
 
-# The same for the compiler, to which both halves are opaque, since the grouping of experts depends on their loads. The
-# plan is made twice, which `_Grouped` spares small layers: its sizes would depend on loads, too.
+# The same for the compiler. Both halves are opaque to it, since the grouping of experts depends on their loads. So do
+# the plan's sizes, so the plan cannot be kept but is made twice; `_Grouped` saves small layers that cost.
 
 
 @torch.library.custom_op("expert_threshold::grouped_forward", mutates_args=())
@@ -222,12 +222,12 @@ def grouped_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return y and what backward needs, (slots, width · d_expert); on a CPU unused slots are never touched.
 
-    weights: down, then ups. Raises RuntimeError for more pairs than fit into the slots.
+    weights: down, then ups. Raises RuntimeError if the pairs do not fit into the slots.
     """
     act, hidden = activation_named(activation), weights[0].shape[2]
     plan = Plan.of(assignment, hidden)
     if len(plan.packing.of_slot) > slots:
-        raise RuntimeError(f"more pairs of tokens and experts than fit into {slots} slots")
+        raise RuntimeError(f"more token-expert pairs than fit into {slots} slots")
     kept = x.new_empty(slots, act.width * hidden)
     return _forward(x, gates, plan, act, weights, kept), kept
 

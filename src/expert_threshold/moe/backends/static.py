@@ -1,8 +1,8 @@
 """A backend with static shapes, for CUDA graphs: if `is_native` and loads are bounded, the host never waits.
 
-The rows of all experts lie in one buffer, sized by the rule's bounds, else by counting, which waits once; only the
-device knows where each expert's rows end. Products skip the padding after the last row. Only the input, the
-pre-activations and the indices are saved for backward.
+All experts' rows share one buffer, sized by the rule's bounds or else by counting, which waits once. Only the device
+knows where each expert's rows end. Products skip the padding after the last row. Only the input, the pre-activations
+and the indices are saved for backward.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def static_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, r
 
 
 def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None) -> Tensor:
-    """Return the weighted sums of every token's rows (tokens, width), in the order of experts; padding is not read.
+    """Return the weighted sum of each token's rows, (tokens, width), in the order of experts, without the padding.
 
     rows: (rows, width); weights: (rows,), of the same dtype.
     """
     if not len(rows):
         return rows.new_zeros(len(segments.of_token) - 1, rows.shape[1])
-    # The padding goes into bags that are dropped, of a few rows each, since CUDA adds up a bag one row after another.
+    # Padding goes into bags that are dropped. They are small, since CUDA sums the rows of a bag sequentially.
     end = segments.of_token[-1:]
     padding = end + PADDING_PER_BAG * torch.arange(-(-len(rows) // PADDING_PER_BAG), device=end.device)
     bags = torch.cat((segments.of_token[:-1], padding.clamp(max=len(rows))))
@@ -83,7 +83,7 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 def is_native(rows: Tensor, *widths: int) -> bool:
     """Return True if PyTorch multiplies segments of these widths in one kernel; otherwise the host reads their ends.
 
-    That kernel refuses to sum over no rows at all (pytorch #192497).
+    That kernel rejects a sum over no rows at all (pytorch #192497).
     """
     return len(rows) > 0 and in_one_kernel(rows.dtype, *widths) and on_hopper(rows)
 
@@ -95,12 +95,12 @@ def in_one_kernel(dtype: torch.dtype, *widths: int) -> bool:
 
 def on_hopper(x: Tensor) -> bool:
     """Return True if x is on a GPU of compute capability 9.x."""
-    # Not 10.x: there grouped_mm makes gradients of experts without tokens that are not zero (pytorch #172439).
+    # Not 10.x, where grouped_mm gives experts without tokens nonzero gradients (pytorch #172439).
     return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 class _Static(torch.autograd.Function):
-    """Applies gates to rows of d_model while these are summed or gathered, as `grouped` does."""
+    """Applies gates to rows of width d_model while they are summed or gathered, as `grouped` does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: Tensor, activation: Activation, *rest: Tensor) -> Tensor:
