@@ -30,7 +30,7 @@ def main() -> None:
         seen = rule.route(scores(STEPS), state, training=False).observation
         loads = " ".join(f"{load:4d}" for load in seen.load.tolist())
         print(f"{name:24} loads {loads}   fanout {seen.fanout_mean:.2f} ± {seen.fanout_std:.2f}   "
-              f"trains by the scores of: {rule.scope(training=True)}")  # fmt: skip
+              f"scope in training: {rule.scope(training=True)}")  # fmt: skip
 
 
 if __name__ == "__main__":

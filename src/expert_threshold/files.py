@@ -92,7 +92,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def require_free(to: str | Path, option: str = "--to") -> None:
     """Raise ValueError, naming the option, if the folder exists and is not empty: no folder is ever overwritten.
 
-    The working folder is refused even if it is empty, since a shell would stay in the old folder after its replacement.
+    The working folder is refused even if it is empty, since replacing it would leave a shell in the old folder.
     """
     path = Path(to)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):

@@ -17,8 +17,8 @@ from .optim.muon import BATCH_ELEMENTS
 from .routing import Rule, Window, rule_name
 
 LAYOUTS = ("replicate", "shard", "expert_parallel")
-"""Layouts. Each GPU holds all weights and a share of the optimizer's state; or a share of everything; or a share of the
-experts, at least one."""
+"""Layouts: each GPU holds all weights and a share of the optimizer's state, or a share of everything, or a share of the
+experts (at least one)."""
 
 
 class Machine(NamedTuple):

@@ -40,7 +40,7 @@ METHODS: dict[str, Method] = {
         "expert_choice", {"pool": "sequence"}, "each expert takes its best tokens in every sequence", 2
     ),
     "expert_choice_batch": Method("expert_choice", {"pool": "batch"}, "expert choice over every micro-batch", 7),
-    "expert_threshold": Method("expert_threshold", {}, "a token goes wherever its score exceeds the cutoff", 3),
+    "expert_threshold": Method("expert_threshold", {}, "a token goes where its score exceeds the cutoff", 3),
     "expert_threshold_no_warmup": Method("expert_threshold", {"warmup_steps": 0}, "the same without warmup", 4),
 }
 """The paper's methods by name: the rule's name followed by the variant. Recipes use the same names, plus expert
@@ -295,7 +295,7 @@ RECIPES: dict[str, Recipe] = {
         optim=_changes(RELEASE),
     ),
     "better_rates": Recipe(
-        "expert threshold with nanochat's rates under the paper's optimizers",
+        "expert threshold with the paper's optimizers at nanochat's learning rates",
         _rule("expert_threshold"),
         Reported("nanochat 92d63d4"),
         optim={

@@ -114,7 +114,7 @@ def test_results_at_a_rate_are_kept_apart_from_those_as_trained(runs: Path, caps
         ("dense", ["--rate", "1"], "--rate 1: {run} is trained by dense, which has no cutoffs"),
         ("expert_choice", ["--rates", "1,x"], "--rates 1,x: expected numbers of at least 0"),
         ("expert_choice", ["--rates", "1,-1"], "--rates 1,-1: expected numbers of at least 0"),
-        ("expert_choice", ["--rates", "1,5"], "rate=5.0 must lie between 0 and num_experts=4"),
+        ("expert_choice", ["--rates", "1,5"], "rate=5.0 must be between 0 and num_experts=4"),
         ("expert_choice", ["--rates", "1,1"], "--rates 1,1: 1 is named twice"),
         ("expert_choice", ["--rates=1", "--rate=1"], "--rates 1: measures the validation loss alone; leave --rate out"),
         ("expert_choice", ["--rates=1", "--bundle=x"], "--rates 1: measures the validation loss alone; leave --bundle"),

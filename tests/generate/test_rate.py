@@ -88,8 +88,8 @@ def test_a_row_takes_the_rate_of_the_request_that_it_serves_now() -> None:
 
 
 REFUSED = [
-    ("expert_threshold", -1, "rate=-1 must lie between 0 and num_experts=4"),
-    ("expert_choice", 5, "rate=5 must lie between 0 and num_experts=4"),
+    ("expert_threshold", -1, "rate=-1 must be between 0 and num_experts=4"),
+    ("expert_choice", 5, "rate=5 must be between 0 and num_experts=4"),
     ("token_choice", 1, "rate=1 needs cutoffs, which TC does not have"),
     ("dense", 1, "rate=1 needs experts, but this model is dense"),
 ]

@@ -109,7 +109,7 @@ def test_beyond_the_last_level_the_tail_goes_on() -> None:
 
 @pytest.mark.parametrize("rate", [-0.1, EXPERTS + 0.1, math.nan, math.inf])
 def test_a_rate_out_of_range_is_refused(rate: float) -> None:
-    with pytest.raises(ValueError, match=f"rate={rate} must lie between 0 and num_experts=4"):
+    with pytest.raises(ValueError, match=f"rate={rate} must be between 0 and num_experts=4"):
         dial(trained(RULES[0], steps=1), rate)
 
 

@@ -429,7 +429,7 @@ def generate(
 ) -> Iterator[Step]:
     """Continue a prompt: a text, which opens a document, or token ids, which are used as is.
 
-    Options are those of `Request`. The document ends where the model opens the next one; that step has a token but no
+    See `Request` for the options. The document ends where the model opens the next one; that step has a token but no
     text. Prompt and continuation together never exceed the context. The model is not changed, and its weights are read
     once, at the first step.
     Raises ValueError if an option is out of range, if the prompt is empty or leaves no room, or if a logit is not

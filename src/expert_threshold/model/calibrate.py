@@ -19,8 +19,8 @@ def calibrate(
     experts_per_token: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Observation, ...]:
-    """Set every layer's cutoffs to the mean over batches, each a pool of expert choice, in one pass. Returns the
-    observations.
+    """Set every layer's cutoffs in one pass, to their mean over batches that are each a pool of expert choice. Returns
+    the observations.
 
     batches: tokens and the targets that follow them, (batch, time) int64 each; windows from all over the text, as a
     loader yields them, make better pools. Weights and step counts do not change; if training continues, its running

@@ -16,7 +16,7 @@ def shard_experts(module: nn.Module, group: dist.ProcessGroup) -> None:
     Call it on all ranks of the group, with equal weights, before creating optimizers. Each rank then computes its own
     tokens, in any number; all ranks of the group must call forward and backward equally often. An expert's gradient is
     the sum over the group's ranks, complete at its owner. If a loss is the mean over W ranks, average the gradients of
-    other parameters over the W ranks; sum those of experts over the ranks holding the same experts, and divide by W.
+    other parameters over the W ranks; sum experts' gradients over the ranks with the same experts, and divide by W.
 
     Raises ValueError, on all ranks, if the experts do not divide evenly by the ranks.
     """

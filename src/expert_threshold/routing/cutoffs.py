@@ -101,7 +101,7 @@ def dial(state: CutoffState, rate: float) -> CutoffState:
     """
     num_experts = len(state.mean)
     if not 0 <= rate <= num_experts:
-        raise ValueError(f"rate={rate} must lie between 0 and num_experts={num_experts}: routed experts per token")
+        raise ValueError(f"rate={rate} must be between 0 and num_experts={num_experts} routed experts per token")
     if state.sketch_weight == 0:
         raise ValueError(f"rate={rate} needs a sketch of scores, which this state lacks; make one with et calibrate")
     cutoffs = quantile(state.sketch / state.sketch_weight, rate / num_experts)
@@ -305,7 +305,7 @@ LEAST_DECAY = 0.9
 
 
 def scaled_decay(decay: float, steps: int) -> float:
-    """Return the decay for a run of `steps` whose mean covers the same share of it as `decay` does of PAPER_STEPS.
+    """Return the decay whose running mean covers the same share of `steps` as `decay` covers of PAPER_STEPS.
 
     1 − β' = (1 − β) · PAPER_STEPS / steps, with β' at least LEAST_DECAY and at most β; longer runs keep β.
     """

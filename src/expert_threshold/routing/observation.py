@@ -145,8 +145,8 @@ def observe(
     num_scores).
 
     gates: shaped like the assignment; defaults to σ(scores). target: target tokens per expert; defaults to the mean
-    load. sums: the rule's own statistics, each a sum over tokens or batches. Raises ValueError if the name of one is
-    already an attribute of every observation, which would be read instead.
+    load. sums: the rule's own statistics, each a sum over tokens or batches. Raises ValueError if a name is already an
+    attribute of every observation, which would shadow the sum.
     """
     if taken := [name for name in sums if name in _TAKEN]:
         raise ValueError(f"sums={sorted(taken)} are already attributes of every observation; rename them")

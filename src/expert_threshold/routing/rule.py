@@ -107,7 +107,7 @@ class Rule(ABC):
 
     @property
     def softmax_gates(self) -> bool:
-        """True guarantees that gates are exactly softmax(scores) over all num_scores, limited to the experts."""
+        """True guarantees that gates are exactly the experts' columns of softmax(scores) over all num_scores."""
         return False
 
     def scope(self, training: bool) -> Scope:

@@ -53,7 +53,7 @@ class SeqTopK(Gated):
         k, most = self.experts_per_token, self.max_per_token
         if most is not None and not k < most <= self.num_experts:
             raise ValueError(
-                f"max_per_token={most} must be above experts_per_token={k:g}, where token_choice applies, and at most "
+                f"max_per_token={most} must be above experts_per_token={k:g} (if equal, use token_choice) and at most "
                 f"num_experts={self.num_experts}"
             )
 

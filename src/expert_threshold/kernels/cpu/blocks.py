@@ -112,7 +112,7 @@ def attention(
     head_dim / 2); all in bfloat16. heads must be a multiple of kv_heads. window: the number of keys before its own that
     a query attends to; None for all. key_offset: the slow half of each rotated key is the previous token's.
     """
-    assert projected.shape[2] % kv_heads == 0, f"{projected.shape[2]} rows do not share {kv_heads} keys and values"
+    assert projected.shape[2] % kv_heads == 0, f"{projected.shape[2]} rows cannot share {kv_heads} key-value heads"
     cos, sin = cos.to(projected.dtype), sin.to(projected.dtype)
     window = projected.shape[1] if window is None else window
     return attention_forward(projected, cos, sin, kv_heads, window, key_offset)[0]
@@ -184,8 +184,8 @@ def _back_through_norm(ctx: Any, dy: Tensor) -> Tensor:
 register_autograd("expert_threshold::norm", _back_through_norm, setup_context=_keep_inputs)
 
 
-# A routed sum of relu² experts; a feed-forward is one expert that takes every token. Blocks of rows are gathered,
-# multiplied, squared and multiplied again while they are in a core's cache.
+# A routed sum of relu² experts; a feed-forward is one expert that processes every token. Blocks of rows are gathered,
+# multiplied, squared and multiplied again while they stay in a core's cache.
 
 
 def _takes_experts(x: Tensor, hidden: int, activation: str) -> bool:
@@ -195,7 +195,7 @@ def _takes_experts(x: Tensor, hidden: int, activation: str) -> bool:
 def routed_sum(
     x: Tensor, gates: Tensor, assignment: Tensor, weights: Sequence[Tensor], rows: int | None = None
 ) -> Tensor:
-    """Return y_t = shared(x_t) + Σ_e z[t,e] g[t,e] down_e · relu(up_e x_t)² of x (tokens, d_model) bfloat16.
+    """Return y_t = shared(x_t) + Σ_e z[t,e] g[t,e] down_e · relu(up_e x_t)² for x (tokens, d_model) bfloat16.
 
     gates, assignment: (tokens, experts), float32 and bool. weights: up (experts, d_expert, d_model) and down (experts,
     d_model, d_expert), then up and down of any shared expert, stacked like one expert. rows: a bound on the assigned
@@ -205,7 +205,7 @@ def routed_sum(
 
 
 def feed_forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Return down · relu(up · x)² of x (tokens, d_model) bfloat16 and matrices (out, in)."""
+    """Return down · relu(up · x)² for x (tokens, d_model) bfloat16 and matrices (out, in)."""
     return _sum(x, None, None, (up[None], down[None]), len(x))
 
 

@@ -97,7 +97,7 @@ def _build(source: Path, includes: list[Path], flags: list[str], libraries: list
     if target.exists():
         _require_ours(target)
     else:
-        print("building kernels for this processor; this takes a few seconds, once", file=sys.stderr)
+        print("building kernels for this processor (once; takes a few seconds)", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / "built.so"
             command = [*compiler(), *flags, str(source), "-o", str(built), *libraries]

@@ -5,7 +5,7 @@
 // backward needs are written out. Weights are packed for the products on the fly. Sums over a token's experts and over
 // an expert's tokens run in a fixed order, whatever the number of threads.
 //
-// A shared expert, or a feed-forward, takes every token without a gate: row r is token r.
+// A shared expert, or a feed-forward, processes every token without a gate: row r is token r.
 
 #include <optional>
 

@@ -289,7 +289,7 @@ def _multiply(
     gates: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what `multiply` writes: out, gated and dots, the last two None without the "backward" epilogue."""
+    """Return what `multiply` writes: out, gated and dots; the last two are None without the "backward" epilogue."""
     rows, (experts, *matrix) = len(segments.token), weights.shape
     d_out, d_in = matrix if out_in else reversed(matrix)
     out = left.new_empty(rows, d_out)

@@ -265,7 +265,7 @@ def _measured(
     tokens: int = 2**14,
 ) -> str:
     """Time the backends on random rows, one expert per token; exclude those that fail or differ from the first."""
-    # Keep the run's random state.
+    # Preserve the run's random state.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device, torch.enable_grad():
         torch.manual_seed(0)
         experts = Experts(*shape, activation).to(dtype)
