@@ -66,13 +66,6 @@ def test_a_preset_with_a_recipe_has_its_optimizer_and_another_recipe_replaces_it
     assert paper.optim == scaled_optim(1200, matrix_lr=0.012, embed_lr=0.08)
 
 
-@pytest.mark.parametrize("preset", [name for name in RUNS if resolve(name).train.steps < PAPER_STEPS])
-def test_warmup_ends_within_the_first_fifth_of_a_short_preset(preset: str) -> None:
-    config = resolve(preset)
-    assert isinstance(config.model.rule, ExpertThreshold)
-    assert 0 < config.model.rule.warmup_steps <= config.train.steps / 5
-
-
 @given(steps=st.integers(1, 100_000))
 def test_what_is_scaled_stays_in_its_bounds_and_grows_with_the_run(steps: int) -> None:
     short, longer = (scaled_rule("expert_threshold", n, estimator="mean") for n in (steps, steps + 1))

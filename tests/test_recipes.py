@@ -16,11 +16,11 @@ from cases import et, write_text
 from commands import Refused
 from expert_threshold.cli.run_options import parse_run, resolve_run
 from expert_threshold.config import RUNS, RunConfig, resolve, scaled_optim
-from expert_threshold.model import TRUNKS, parameter_counts
+from expert_threshold.model import TRUNKS
 from expert_threshold.optim import NANOCHAT, RELEASE, TUNED, make_optimizers
 from expert_threshold.plan import window
 from expert_threshold.recipes import PAPER_STEPS, RECIPES, scaled_decay
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder
 from expert_threshold.train.checks import require_pools_fit
 
@@ -48,67 +48,42 @@ def test_every_recipe_trains_the_papers_model_on_its_tokens_in_batches_of_half_a
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_the_rules_are_those_of_the_tables() -> None:
-    found = {name: of_paper(name).model.rule for name in RECIPES}
-    two = {"experts_per_token": 2}
-    assert found == {
-        "dense": None,
-        "token_choice": TokenChoice(),
-        "token_choice_aux": TokenChoice(balance="aux", aux_strength=0.001),
-        "token_choice_loss_free": TokenChoice(balance="loss_free", bias_rate=0.005),
-        "expert_choice_2k": ExpertChoice(pool="sequence"),
-        "expert_choice_8k": ExpertChoice(pool=8 * K),
-        "expert_choice_64k": ExpertChoice(pool=64 * K),
-        "expert_choice_512k": ExpertChoice(pool="global"),
-        "expert_threshold": ExpertThreshold(decay=0.999, warmup_steps=4000, capacity_slack=0.5),
-        "expert_threshold_no_warmup": ExpertThreshold(warmup_steps=0),
-        "expert_choice_512k_no_shared": ExpertChoice(pool="global", **two),
-        "expert_threshold_no_warmup_no_shared": ExpertThreshold(warmup_steps=0, **two),
-        "expert_threshold_fanout_norm": ExpertThreshold(),
-        "expert_threshold_no_capacity": ExpertThreshold(capacity_slack=None),
-        "d20_dense": None,
-        "d20_token_choice_aux": TokenChoice(balance="aux"),
-        "d20_expert_choice_256k": ExpertChoice(pool="global"),
-        "d20_expert_threshold": ExpertThreshold(),
-        "release": ExpertThreshold(decay=0.99, capacity_slack=None),
-        "better_rates": ExpertThreshold(),
-        "nanochat": ExpertThreshold(),
-        "nanochat_trunk": ExpertThreshold(),
-        "tuned": ExpertThreshold(),
-    }
+RULES: dict[str, tuple[Rule | None, int | None]] = {
+    "dense": (None, None),
+    "token_choice": (TokenChoice(), None),
+    "token_choice_aux": (TokenChoice(balance="aux", aux_strength=0.001), 64),
+    "token_choice_loss_free": (TokenChoice(balance="loss_free", bias_rate=0.005), 512),
+    "expert_choice_2k": (ExpertChoice(pool="sequence"), 2),
+    "expert_choice_8k": (ExpertChoice(pool=8 * K), 8),
+    "expert_choice_64k": (ExpertChoice(pool=64 * K), 64),
+    "expert_choice_512k": (ExpertChoice(pool="global"), 512),
+    "expert_threshold": (ExpertThreshold(decay=0.999, warmup_steps=4000, capacity_slack=0.5), 512),
+    "expert_threshold_no_warmup": (ExpertThreshold(warmup_steps=0), 512),
+    "expert_choice_512k_no_shared": (ExpertChoice(pool="global", experts_per_token=2), 512),
+    "expert_threshold_no_warmup_no_shared": (ExpertThreshold(warmup_steps=0, experts_per_token=2), 512),
+    "expert_threshold_fanout_norm": (ExpertThreshold(), 512),
+    "expert_threshold_no_capacity": (ExpertThreshold(capacity_slack=None), 512),
+    "d20_dense": (None, None),
+    "d20_token_choice_aux": (TokenChoice(balance="aux"), 32),
+    "d20_expert_choice_256k": (ExpertChoice(pool="global"), 256),
+    "d20_expert_threshold": (ExpertThreshold(), 256),
+    "release": (ExpertThreshold(decay=0.99, capacity_slack=None), 512),
+    **dict.fromkeys(("better_rates", "nanochat", "nanochat_trunk", "tuned"), (ExpertThreshold(), 512)),
+}
+"""The rules of the tables, and the thousands of tokens in their pools."""
+
+
+def test_rules_and_pools_are_those_of_the_tables() -> None:
+    assert RECIPES.keys() == RULES.keys()
+    for name, (rule, pool) in RULES.items():
+        config = of_paper(name)
+        assert config.model.rule == rule, name
+        assert config.model.shared_experts == (0 if name.endswith("no_shared") else 1)
+        assert window(config)[0] == (None if pool is None else pool * K), name
     assert of_paper("expert_threshold_fanout_norm").model.gate_norm == "fanout"
-    for name in RECIPES:
-        assert of_paper(name).model.shared_experts == (0 if name.endswith("no_shared") else 1)
-
-
-def test_pools_are_those_of_the_tables() -> None:
-    expected = {
-        "dense": None,
-        "token_choice": None,
-        "token_choice_aux": 64,
-        "token_choice_loss_free": 512,
-        "expert_choice_2k": 2,
-        "expert_choice_8k": 8,
-        "expert_choice_64k": 64,
-        "expert_choice_512k": 512,
-        "expert_threshold": 512,
-        "d20_dense": None,
-        "d20_token_choice_aux": 32,
-        "d20_expert_choice_256k": 256,
-        "d20_expert_threshold": 256,
-    }
-    for name, pool in expected.items():
-        assert window(of_paper(name))[0] == (None if pool is None else pool * K), name
     for name in ("expert_threshold", "d20_expert_threshold"):
         assert window(of_paper(name))[1] == pytest.approx(500e6, rel=0.05)
     assert window(of_paper("expert_choice_512k"))[1] is None
-
-
-def test_without_the_shared_expert_as_much_is_active() -> None:
-    with_shared, without = (
-        parameter_counts(of_paper(f"expert_threshold_no_warmup{end}").model)["active"] for end in ("", "_no_shared")
-    )
-    assert with_shared == without
 
 
 def test_better_rates_are_nanochats_under_the_papers_optimizers_at_any_width() -> None:

@@ -313,8 +313,6 @@ def test_what_cannot_be_analysed_is_reported_in_a_line(
     line = refused(capsys, "analyze", damaged, "--figures", "fanout_by_loss")
     assert "damaged: its size is not the manifest's" in line
     assert "step_000004, which is whole" in line
-    assert "--figures x: unknown; there are loss_by_method" in refused(capsys, "analyze", runs / "et", "--figures", "x")
-    assert "at least 2, not 1" in refused(capsys, "analyze", runs / "et", "--tokens", 1)
     told = refused(capsys, "analyze", runs / "et", "--out", runs / "corpus.jsonl")
     assert told.endswith("corpus.jsonl: File exists; name another path")
     absent = ["--domain", f"a={tmp_path / 'absent'}", "--out", tmp_path / "out"]

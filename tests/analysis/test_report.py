@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -28,7 +27,6 @@ from expert_threshold.analysis.records import expert_series, finite, layer_serie
 from expert_threshold.analysis.report import write_report
 from expert_threshold.compare.findings import Findings, read_runs
 from expert_threshold.compare.page import comparison_page
-from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
 from tiny_runs import SAMPLE
 
@@ -274,25 +272,6 @@ def test_events_are_reported(run: Callable[..., RunFolder]) -> None:
     text = " ".join(page_of(folder).texts["p"])
     assert "expert 3 of layer 2 (up to step 4)" in text
     assert "steps 5, 6" in text
-
-
-def test_a_damaged_record_is_reported(run: Callable[..., RunFolder]) -> None:
-    folder = run()
-    lines = folder.metrics.path.read_text().splitlines(keepends=True)
-    folder.metrics.path.write_text("".join(["{\n", *lines]))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 is damaged"):
-        write_report(folder)
-    assert not folder.report.exists()
-
-
-def test_without_matplotlib_the_remedy_is_reported(
-    run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = run()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=re.escape(install("viz"))):
-        write_report(folder)
-    assert not folder.report.exists()
 
 
 def styled(draw: Callable[..., Figure], *arguments: Any) -> Figure:

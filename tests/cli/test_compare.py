@@ -495,7 +495,7 @@ def test_a_text_that_changes_between_two_runs_changes_none_of_them_and_is_refuse
     command = ["compare", *small, "--data", changing, "--rules", "dense,token_choice", "--out", out]
     assert et(*command) == 0
     assert len({run.config["corpus"]["hash"] for run in find_runs([str(out)])}) == 1
-    refused([*command, "--seeds", 2], "has changed")
+    refused([*command, "--seeds", 2], f"et compare: {changing} has changed")
 
 
 def test_another_tokenizer_is_refused(again: Options, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from cases import RULES, small_model
 from expert_threshold.data import Tokenizer
@@ -102,16 +101,6 @@ def test_a_bundle_is_read(bundle: Path) -> None:
     assert who[:5] == ("who", "schema", 0, " ", 0.5)
     assert capitals[:5] == ("capitals", "language_modeling", 2, " ", 0.0)
     assert (colours.rows, who.rows, capitals.rows) == (COLOURS, WHO, CAPITALS)
-
-
-def test_a_bundle_is_read_as_any_yaml_writer_writes_it(bundle: Path) -> None:
-    """Keys in the order of the alphabet, and lists whose items have lines of their own, could not be parsed."""
-    before = read_bundle(bundle)
-    written = yaml.safe_dump(yaml.safe_load((bundle / "core.yaml").read_text()))
-    assert "num_fewshot:\n  - 1" in written
-    for text in (written, json.dumps(yaml.safe_load(written))):
-        (bundle / "core.yaml").write_text(text)
-        assert read_bundle(bundle) == before
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,24 @@ def test_streamed_pieces_make_the_whole_text_and_break_no_character(
     assert whole.count("\ufffd") == sum(piece.count("\ufffd") for piece in pieces)
 
 
+@with_every_rule
+def test_the_recorded_routing_is_that_of_the_step_s_own_token(tokenizer: Tokenizer, rule: Rule | None) -> None:
+    model = small_model(rule)
+    prompt = [5, 6, 7]
+    steps = list(generate(model, tokenizer, prompt, max_tokens=10, seed=0, record=True))
+    assert tokens_of(generate(model, tokenizer, prompt, max_tokens=10, seed=0)) == [step.token for step in steps]
+    with torch.no_grad():
+        full = model(torch.tensor([prompt + [step.token for step in steps]]), record=True)
+    for position, step in enumerate(steps, len(prompt)):
+        assert step.routing is not None
+        assert len(step.routing) == len(full.routings)
+        for layer, routing in zip(step.routing, full.routings, strict=True):
+            scores, chosen = routing.scores[0, position], routing.assignment[0, position]
+            assert layer.scores == pytest.approx(scores.tolist(), abs=1e-4)
+            assert list(layer.experts) == chosen.nonzero()[:, 0].tolist()
+            assert layer.gates == pytest.approx(scores[chosen].sigmoid().tolist(), abs=1e-4)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_stays_as_it_was_and_its_mode_means_nothing(tokenizer: Tokenizer, training: bool) -> None:
     model = small_model()

@@ -11,7 +11,7 @@ import torch
 from expert_threshold.cli import main
 from expert_threshold.kernels import cpu, off
 from expert_threshold.runs import RunFolder
-from expert_threshold.train.device import gc_frozen, kernels_off, kernels_run
+from expert_threshold.train.device import gc_frozen, kernels_run
 from expert_threshold.train.loop import to_device
 
 CPU = torch.device("cpu")
@@ -62,11 +62,3 @@ def test_kernels_run_on_processors_in_bfloat16_unless_they_are_off() -> None:
     assert not kernels_run(torch.device("cuda"), torch.bfloat16)
     with off():
         assert not kernels_run(CPU, torch.bfloat16)
-
-
-def test_that_kernels_are_off_is_said_with_the_reason_and_of_processors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    assert "compute in bfloat16, and this run does not" in str(kernels_off(CPU, torch.float32))
-    with off():
-        assert "they are switched off; PyTorch's" in str(kernels_off(CPU, torch.bfloat16))
-    assert kernels_off(torch.device("cuda"), torch.bfloat16) is None
