@@ -197,7 +197,8 @@ def main() -> None:
     cases["whole_micro_batches"] = (ExpertChoice(4, 1, pool="batch"), whole, whole)
     rule = ExpertThreshold(4, 1, warmup_steps=3, decay=0.9)
     cases["sharded"] = (rule, replace(CONFIG, shard=True), CONFIG)
-    cases["sharded_experts_apart"] = (rule, replace(CONFIG, shard=True, expert_parallel=2), CONFIG)
+    apart = replace(CONFIG, shard=True, expert_parallel=2, activation_checkpointing=True)  # sends tokens again
+    cases["sharded_experts_apart"] = (rule, apart, CONFIG)
     if ranks > 2:
         change_layouts(folder, corpus, rank)
         cases = {name: cases[name] for name in ("expert_threshold", "loss_free")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -56,23 +55,6 @@ def failing(what: str, rank: int, step: int, folder: Path, *more: str) -> list[s
 def said(result: subprocess.CompletedProcess[str]) -> list[str]:
     """Lines of ours, and not torchrun's."""
     return [line for line in result.stderr.splitlines() if line.startswith("et train: ")]
-
-
-def test_an_expert_parallel_run_goes_on_on_one_rank(tmp_path: Path) -> None:
-    """It was refused, though a checkpoint fits any layout: the split was read from the run like any other option."""
-    result = torchrun(
-        "-m", "expert_threshold", *tiny_run(tmp_path), "--train.expert-parallel", "2", "--dtype", "float32"
-    )
-    assert result.returncode == 0, result.stderr
-    folder = RunFolder.open(tmp_path / "run")
-    losses = [record["loss"] for record in folder.metrics.read()]
-    for step in (6, 8):
-        shutil.rmtree(folder.path / f"checkpoints/step_{step:06d}")
-    assert main(["train", "--resume", str(folder.path)]) == 0
-    assert folder.checkpoints() == [3, 6, 8]
-    again = [record["loss"] for record in folder.metrics.read()]
-    assert len(again) == 8
-    assert again[3] == pytest.approx(losses[3], abs=1e-4)  # of equal weights: rounding alone is different
 
 
 @pytest.mark.parametrize(("ranks", "split"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4)])
