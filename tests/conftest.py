@@ -54,6 +54,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     processes.limit = 0.9 * seconds or None
 
 
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Restore the number of threads of the process, which a run sets."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def read_once() -> Iterator[None]:
     """Read the embedded corpus, which takes seconds, once."""

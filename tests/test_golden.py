@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from cases import PIECES, TRAINED, et, small_config, small_model, write_run, write_text
@@ -112,13 +111,6 @@ PLANS = {name: [name] for name in RUNS} | {name: ["--recipe", name] for name in 
 
 def golden(section: str) -> Any:
     return json.loads(GOLDEN.read_text())[section]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", models())

@@ -18,7 +18,7 @@ from expert_threshold.analysis.figures.scores import (
     say_score_histograms,
 )
 from expert_threshold.analysis.figures.style import INK
-from expert_threshold.analysis.methods import Subject, legend
+from expert_threshold.analysis.methods import Subject
 from expert_threshold.analysis.page import LeftOut
 from expert_threshold.analysis.plain import NotShownError, plain
 from expert_threshold.analysis.records import Run
@@ -30,7 +30,6 @@ from expert_threshold.routing import (
     QuantileBalancing,
     ReLU,
     Rule,
-    TokenChoice,
     TopP,
     rule_to_dict,
 )
@@ -107,18 +106,6 @@ def test_what_a_rule_cannot_do_is_refused_before_the_run_is_loaded(rule: Rule, t
         require_cutoffs(folder, "calibrated")
     with pytest.raises(ValueError, match=r"--rate 1: .* has no cutoffs; name a run"):
         require_cutoffs(folder, "at_rate", "--rate 1: ")
-
-
-def test_the_legend_is_about_the_rules_that_are_shown() -> None:
-    assert legend([subject_of(ReLU()), subject_of(ReLU())]) == (
-        "ReMoE is relu. Routing is causal here, as in inference."
-    )
-    text = legend([subject_of(rule) for rule in (TokenChoice(16), TokenChoice(16, balance="aux"), ExpertChoice(16))])
-    assert text == (
-        "TC and TC aux are token choice; EC 64 is expert choice. "
-        "Routing is causal here, as in inference: by the running means of the cutoffs in EC 64."
-    )
-    assert legend([]) == ""
 
 
 def test_biases_are_those_of_the_rule_that_recorded_them() -> None:

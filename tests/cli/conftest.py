@@ -5,24 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from cases import RULES, et, small_model, write_run, write_text
 from commands import Options
 
 TEXT = "the cat sat on a mat and saw another cat by the old river where all the other cats lived "
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A run sets the number of threads of the process."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

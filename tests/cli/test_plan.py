@@ -55,7 +55,7 @@ def test_kernels_that_are_off_are_one_line_under_the_tables_and_a_field_of_the_j
 
 
 @pytest.fixture(autouse=True)
-def buffers_of_one_thread(one_thread: None) -> None:
+def buffers_of_one_thread(threads: None) -> None:
     """torch's attention has buffers for each thread, which plans leave out."""
     torch.set_num_threads(1)
 

@@ -63,14 +63,6 @@ def test_log_likelihoods_are_those_of_one_plain_forward_each(
         assert greedy == bool((probabilities.argmax(1) == wanted).all())
 
 
-def test_greedy_continuations_are_marked_greedy(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:
-    ids = [tokenizer.bos, *tokenizer.encode("the cat")]
-    likeliest = tokenizer.decode([int(log_probabilities(model, [*ids, 0])[-1].argmax())])
-    if tokenizer.encode("the cat" + likeliest)[:-1] == ids[1:]:  # and it is one token there, too
-        ((_, greedy),) = lm.loglikelihood(requests("loglikelihood", [("the cat", likeliest)]))
-        assert greedy
-
-
 def test_a_continuation_longer_than_the_context_is_reported_and_its_end_scored(
     lm: HarnessModel, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,12 +31,8 @@ def tiny(rule: Rule | None = RULES["expert_threshold"], **changes: Any) -> GPTCo
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """A run sets the number of threads of the process."""
-    before = torch.get_num_threads()
+def one_thread(threads: None) -> None:
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
