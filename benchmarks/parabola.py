@@ -19,21 +19,13 @@ import numpy as np
 from common import run
 
 from expert_threshold.compare.paired import student
-from expert_threshold.compare.sweep import Trial, best_of
+from expert_threshold.compare.sweep import Trial
 
-TOLERANCE = 0.005  # nats per token
-"""The loss above its optimum up to which an option counts as equally good."""
-NEAR = 0.5
-"""The share of the trials within NEAR_LOSS of the best, the better ones, that the parabolas are fitted to."""
-
-SPARE = 2
-"""The number of trials beyond that of coefficients without which nothing is fitted."""
-
-SURE = 0.95
-"""The confidence of the two-sided interval, by Student's t, that must exclude a curvature of 0 for it to count."""
-
-NEAR_LOSS = 0.15
-"""The loss above the best of its sweep up to which a trial counts in a fit; farther off a parabola does not hold."""
+TOLERANCE = 0.005  # nats above the optimum up to which an option counts as equally good
+NEAR_LOSS = 0.15  # nats above the best trial up to which a trial counts; farther off a parabola does not hold
+NEAR = 0.5  # the share of these, the better ones, that is fitted
+SPARE = 2  # trials beyond the number of coefficients without which nothing is fitted
+SURE = 0.95  # confidence of the two-sided interval, by Student's t, that must exclude a curvature of 0
 
 
 class Scale(NamedTuple):
@@ -50,95 +42,63 @@ class Scale(NamedTuple):
         return math.exp(place) if self.log else place
 
 
-class Parabola(NamedTuple):
-    """The fitted loss over one option, the others at their optimum: loss + curvature · (axis − optimum)².
+class Optimum(NamedTuple):
+    """The option's best value, and the part of the searched range where the loss is within TOLERANCE of its loss."""
 
-    optimum, low, high: values of the option; from low to high, both inside the searched range, the loss stays within
-    TOLERANCE of the optimum's. The axis is the option, or its logarithm on a logarithmic scale.
-    """
-
-    optimum: float
+    best: float
     low: float
     high: float
-    loss: float
-    curvature: float
 
 
-class Fit(NamedTuple):
-    """Parabolas by option, None for an option that shows no optimum inside its range.
+def better_trials(trials: Sequence[Trial], coefficients: int) -> list[Trial]:
+    """Return the better half of the trials within NEAR_LOSS of the best, but twice `coefficients` if there are as many.
 
-    trials: how many were fitted; 0 if they are too few. residual: the standard deviation of their losses about the fit.
+    Trials with the same options count once, since their loss is one measurement.
     """
-
-    parabolas: Mapping[str, Parabola | None]
-    trials: int
-    residual: float | None
-
-
-def _loss(trial: Trial) -> float:
-    assert trial.loss is not None
-    return trial.loss
+    losses = {str(sorted(trial.options.items())): (trial.loss, trial) for trial in trials if trial.loss is not None}
+    near = sorted(losses.values(), key=lambda each: each[0])
+    near = [each for each in near if each[0] <= near[0][0] + NEAR_LOSS]
+    return [trial for _, trial in near[: max(2 * coefficients, math.ceil(NEAR * len(near)))]]
 
 
-def fit_parabolas(trials: Sequence[Trial], scales: Mapping[str, Scale]) -> Fit:
-    """Fit the loss by one parabola for each numeric option, all added up, to the better trials.
-
-    These are the better half of the trials within NEAR_LOSS of the best, but no fewer than twice the number of
-    coefficients while there are as many. Trials with the same options count once, since their loss is one measurement.
-    There are two coefficients for each option and a constant; nothing is fitted without SPARE trials more than
-    coefficients.
-    """
+def fit_optima(trials: Sequence[Trial], scales: Mapping[str, Scale]) -> dict[str, Optimum | None]:
+    """Fit the loss by a constant and one parabola for each option; None for an option that shows no optimum."""
+    found: dict[str, Optimum | None] = dict.fromkeys(scales)
     coefficients = 2 * len(scales) + 1
-    near = sorted({str(sorted(trial.options.items())): trial for trial in _near(trials)}.values(), key=_loss)
-    near = near[: max(2 * coefficients, math.ceil(NEAR * len(near)))]
+    near = better_trials(trials, coefficients)
     if not scales or len(near) < coefficients + SPARE:
-        return Fit(dict.fromkeys(scales), 0, None)
+        return found
     axes = np.array([[scale.to_axis(trial.options[name]) for name, scale in scales.items()] for trial in near])
-    losses = np.array([_loss(trial) for trial in near])
-    centre = axes.mean(0)
-    spread = np.maximum(axes.std(0), 1e-12)
+    losses = np.array([trial.loss for trial in near])
+    centre, spread = axes.mean(0), np.maximum(axes.std(0), 1e-12)
     x = (axes - centre) / spread
     columns = np.concatenate([np.ones((len(near), 1)), x, x**2], 1)
     solution, _, rank, _ = np.linalg.lstsq(columns, losses, rcond=None)
     if rank < coefficients:
-        return Fit(dict.fromkeys(scales), 0, None)
-    constant, slopes, bends = solution[0], solution[1 : len(scales) + 1], solution[len(scales) + 1 :]
+        return found
+    slopes, bends = np.split(solution[1:], 2)
     freedom = len(near) - coefficients
-    residual = math.sqrt(((columns @ solution - losses) ** 2).sum() / freedom)
-    errors = residual * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))[len(scales) + 1 :]
+    variance = ((columns @ solution - losses) ** 2).sum() / freedom
+    errors = np.sqrt(variance * np.diag(np.linalg.inv(columns.T @ columns)))[-len(scales) :]
     bent = bends > np.maximum(student(SURE, freedom) * errors, 0)
-    least = constant
-    places: dict[str, tuple[float, float]] = {}  # of optima inside their ranges, with their reach
-    for (name, scale), middle, unit, slope, bend, sure in zip(
-        scales.items(), centre, spread, slopes, bends, bent, strict=True
-    ):
-        if sure:
-            place, reach = middle - unit * slope / (2 * bend), unit * math.sqrt(TOLERANCE / bend)
-            first, last = scale.to_axis(scale.low), scale.to_axis(scale.high)
-            if first <= place <= last:
-                places[name] = float(place), float(reach)
-            at = (min(max(place, first), last) - middle) / unit
-            least += slope * at + bend * at**2
-    found: dict[str, Parabola | None] = dict.fromkeys(scales)
-    for name, (place, reach) in places.items():
-        scale, curvature = scales[name], TOLERANCE / reach**2
-        low = scale.low if place - reach < scale.to_axis(scale.low) else scale.from_axis(place - reach)
-        high = scale.high if place + reach > scale.to_axis(scale.high) else scale.from_axis(place + reach)
-        found[name] = Parabola(scale.from_axis(place), low, high, float(least), curvature)
-    return Fit(found, len(near), residual)
-
-
-def _near(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the finished trials within NEAR_LOSS of the best."""
-    best = best_of(trials)
-    return [t for t in trials if best is not None and t.loss is not None and t.loss <= _loss(best) + NEAR_LOSS]
+    for index in np.flatnonzero(bent):
+        name, scale = list(scales.items())[index]
+        place = centre[index] - spread[index] * slopes[index] / (2 * bends[index])
+        reach = spread[index] * math.sqrt(TOLERANCE / bends[index])
+        first, last = scale.to_axis(scale.low), scale.to_axis(scale.high)
+        if first <= place <= last:
+            # The ends of the range are compared on the axis, where a nearly flat parabola's do not overflow.
+            low = scale.low if place - reach < first else scale.from_axis(place - reach)
+            high = scale.high if place + reach > last else scale.from_axis(place + reach)
+            found[name] = Optimum(scale.from_axis(place), low, high)
+    return found
 
 
 def table(study: Mapping[str, Any]) -> dict[str, str]:
     """Return the optimum and its flat range by option, of a study of sweep.json."""
     scales = {name: Scale(**entry["scale"]) for name, entry in study["options"].items() if entry["scale"]}
-    fit = fit_parabolas([Trial(**trial) for trial in study["trials"]], scales)
-    shown = {name: p and f"{p.optimum:.3g} ({p.low:.3g} to {p.high:.3g})" for name, p in fit.parabolas.items()}
+    optima = fit_optima([Trial(**trial) for trial in study["trials"]], scales)
+    shown = {name: found and "{:.3g} ({:.3g} to {:.3g})".format(*found) for name, found in optima.items()}
     return {name: text or "no optimum that these trials show" for name, text in shown.items()}
 
 

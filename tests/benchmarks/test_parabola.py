@@ -13,7 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from benchmarks.parabola import Scale, fit_parabolas, table
+from benchmarks.parabola import Scale, better_trials, fit_optima, table
 
 from expert_threshold.compare.sweep import Trial
 
@@ -38,22 +38,20 @@ SCALES = {"a": Scale(0.002, 0.2, log=True), "b": Scale(0, 1, log=False)}
 
 @pytest.mark.parametrize("noise", [0.0, 0.001])
 def test_the_flatness_of_a_planted_parabola_is_found(noise: float) -> None:
-    fit = fit_parabolas(planted(noise=noise), SCALES)
-    a, b = fit.parabolas["a"], fit.parabolas["b"]
+    a, b = fit_optima(planted(noise=noise), SCALES).values()
     assert a is not None
     assert b is not None
-    assert a.optimum == pytest.approx(0.02, rel=1e-6 + 30 * noise)
-    assert b.optimum == pytest.approx(0.5, rel=1e-6 + 30 * noise)
+    assert a.best == pytest.approx(0.02, rel=1e-6 + 30 * noise)
+    assert b.best == pytest.approx(0.5, rel=1e-6 + 30 * noise)
     reach = math.sqrt(0.005 / 0.05)
-    assert math.log(a.high / a.optimum) == pytest.approx(reach, rel=1e-6 + 50 * noise)
-    assert math.log(a.optimum / a.low) == pytest.approx(reach, rel=1e-6 + 50 * noise)
-    assert b.high - b.optimum == pytest.approx(math.sqrt(0.005 / 0.2), rel=1e-6 + 50 * noise)
-    assert a.loss == pytest.approx(3, abs=1e-9 + 2 * noise)
+    assert math.log(a.high / a.best) == pytest.approx(reach, rel=1e-6 + 50 * noise)
+    assert math.log(a.best / a.low) == pytest.approx(reach, rel=1e-6 + 50 * noise)
+    assert b.high - b.best == pytest.approx(math.sqrt(0.005 / 0.2), rel=1e-6 + 50 * noise)
 
 
 def test_the_flat_range_stays_inside_the_searched_one() -> None:
     narrow = {"a": Scale(0.018, 0.025, log=True), "b": SCALES["b"]}
-    a = fit_parabolas([each for each in planted(2000) if 0.018 <= each.options["a"] <= 0.025], narrow).parabolas["a"]
+    a = fit_optima([each for each in planted(2000) if 0.018 <= each.options["a"] <= 0.025], narrow)["a"]
     assert a is not None
     assert (a.low, a.high) == (0.018, 0.025)
 
@@ -65,32 +63,21 @@ def test_few_trials_need_a_curvature_of_more_standard_errors() -> None:
     for _ in range(400):
         losses = 3 + 0.01 * random.standard_normal(5)
         trials = [trial(n, loss, b=n / 4) for n, loss in enumerate(losses.tolist())]
-        claimed += fit_parabolas(trials, {"b": Scale(-1e9, 1e9, log=False)}).parabolas["b"] is not None
+        claimed += fit_optima(trials, {"b": Scale(-1e9, 1e9, log=False)})["b"] is not None
     assert claimed <= 20  # 2.5 % of 400 are expected
 
 
 def test_no_optimum_is_claimed_where_the_trials_show_none() -> None:
     def of(losses: Mapping[float, float]) -> Any:
-        return fit_parabolas([trial(n, loss, a=a) for n, (a, loss) in enumerate(losses.items())], {"a": SCALES["a"]})
+        return fit_optima([trial(n, loss, a=a) for n, (a, loss) in enumerate(losses.items())], {"a": SCALES["a"]})["a"]
 
     rates = [0.002 * 1.3**n for n in range(16)]
-    assert of({a: 3 - 0.05 * math.log(a / 0.002) ** 2 for a in rates}).parabolas["a"] is None  # bent the other way
-    assert of({a: 3 + 0.05 * math.log(a / 0.9) ** 2 for a in rates}).parabolas["a"] is None  # beyond the range
+    assert of({a: 3 - 0.05 * math.log(a / 0.002) ** 2 for a in rates}) is None  # bent the other way
+    assert of({a: 3 + 0.05 * math.log(a / 0.9) ** 2 for a in rates}) is None  # beyond the range
     flat = dict(zip(rates, np.random.default_rng(1).normal(3, 0.01, 16).tolist(), strict=True))
-    assert of(flat).parabolas["a"] is None  # noise
-    assert of(dict.fromkeys(rates[:4], 3.0)) == ({"a": None}, 0, None)  # too few
-    assert fit_parabolas([], {}).trials == 0
-
-
-def test_no_loss_is_promised_that_lies_outside_the_searched_range() -> None:
-    """The least of a parabola whose optimum lies beyond the range counted as reached."""
-    scales = {name: Scale(0, 1, log=False) for name in "ab"}
-    places = np.random.default_rng(0).random((24, 2)).tolist()
-    trials = [trial(n, 3 + 0.05 * (a - 1.6) ** 2 + 0.1 * (b - 0.5) ** 2, a=a, b=b) for n, (a, b) in enumerate(places)]
-    found = fit_parabolas(trials, scales).parabolas
-    assert found["a"] is None
-    assert found["b"] is not None
-    assert found["b"].loss == pytest.approx(3 + 0.05 * 0.6**2)
+    assert of(flat) is None  # noise
+    assert of(dict.fromkeys(rates[:4], 3.0)) is None  # too few
+    assert fit_optima([], {}) == {}
 
 
 def test_a_trial_that_failed_does_not_bend_the_parabola() -> None:
@@ -98,18 +85,17 @@ def test_a_trial_that_failed_does_not_bend_the_parabola() -> None:
     trials = [
         trial(n, 3 + 0.05 * math.log(a / 0.02) ** 2, a=a) for n, a in enumerate((0.008, 0.012, 0.018, 0.03, 0.05))
     ]
-    found = fit_parabolas([*trials, trial(5, 5.0, a=0.15)], {"a": SCALES["a"]})
-    assert found == fit_parabolas(trials, {"a": SCALES["a"]})
-    assert found.trials == 5
-    assert found.parabolas["a"] is not None
-    assert found.parabolas["a"].optimum == pytest.approx(0.02)
+    found = fit_optima([*trials, trial(5, 5.0, a=0.15)], {"a": SCALES["a"]})
+    assert found == fit_optima(trials, {"a": SCALES["a"]})
+    assert found["a"] is not None
+    assert found["a"].best == pytest.approx(0.02)
 
 
 def test_an_option_that_hardly_changes_the_loss_is_equally_good_in_its_whole_range() -> None:
     """The ends of the flat range lay beyond the largest number, and the sweep ended with a traceback."""
     values = {math.exp(place): 3 + 1e-12 * place**2 for place in np.linspace(-3, 3, 12)}
     scales = {"a": Scale(math.exp(-3), math.exp(3), log=True)}
-    found = fit_parabolas([trial(n, loss, a=a) for n, (a, loss) in enumerate(values.items())], scales).parabolas["a"]
+    found = fit_optima([trial(n, loss, a=a) for n, (a, loss) in enumerate(values.items())], scales)["a"]
     assert found is not None
     assert (found.low, found.high) == (scales["a"].low, scales["a"].high)
 
@@ -120,8 +106,8 @@ def test_a_repeated_trial_is_one_measurement() -> None:
     once = [trial(n, loss, a=a) for n, (a, loss) in enumerate(losses.items())]
     again = [trial(n, losses[a], a=a) for n, a in enumerate([2, 5, 5, 2, 5, 1, 2, 2, 1], start=5)]
     scales = {"a": Scale(1, 5, log=False)}
-    assert fit_parabolas(once + again, scales) == fit_parabolas(once, scales)
-    assert fit_parabolas(once + again, scales).trials == 5
+    assert len(better_trials(once + again, 3)) == 5
+    assert fit_optima(once + again, scales) == fit_optima(once, scales)
 
 
 def test_the_table_of_a_study_has_the_optimum_of_each_numeric_option() -> None:
