@@ -1,4 +1,4 @@
-"""Helpers of all benchmarks: interleaved timing, the machine's name, the compute dtype, the exit code."""
+"""Helpers of all benchmarks: options, interleaved timing, the machine's name, the compute dtype, the exit code."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def time_interleaved(
     """Return `time_in_turn`'s times, measured while objects are at rest, as in training."""
     with device.gc_frozen():
         return time_in_turn(calls, repeats, warmup, on)
+
+
+def options(about: str | None, repeats: int, threads: int = 2) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark that takes times; it prints a flat JSON object a line."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--repeats", type=positive, default=repeats)
+    parser.add_argument("--threads", type=positive, default=threads)
+    return parser
 
 
 def positive(text: str) -> int:

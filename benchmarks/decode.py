@@ -1,6 +1,6 @@
 """Decoding one sequence with the cache, against reading the active weights once per token, in one run.
 
-    python benchmarks/decode.py [--json] [--preset quickstart d8] [--tokens 64] [--dtype float32]
+    python benchmarks/decode.py [--preset quickstart d8] [--tokens 64] [--dtype float32]
 
 A batch of one is bound by reading weights. `read_ms` is the time to read as many bytes as one token's weights have:
 those every token meets and those of the experts it was sent to, counted while decoding; the fastest of a sum, a maximum
@@ -8,50 +8,41 @@ and a matrix-vector product over a buffer of so many bytes of float32, whatever 
 operations on bfloat16 are bound by converting. `read_scaling` is the time for twice the bytes over it: near 2 it was
 bound by bytes, near 1 by the call. `ratio_to_reading` is the median over interleaved repetitions of the time per
 decoded token over `read_ms`; `over_operations` that of the same without the kernel, by torch's operations, over the
-kernel's. Weights are random and cutoffs settled, so that loads are near their target. Presets have another vocabulary
-here (`--vocab-size`), which `model` says.
+kernel's. Weights are random and cutoffs settled, so that loads are near their target. The vocabulary is `--vocab-size`,
+not the preset's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import torch
-from common import compute_dtype, machine, positive, time_interleaved
+from common import compute_dtype, machine, options, positive, time_interleaved
 from torch import Tensor
 
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import Step, decoder, generate
 from expert_threshold.model import GPT, GPTConfig, parameter_counts
-from expert_threshold.model.presets import PRESETS
 from expert_threshold.routing import ExpertThreshold
 
 PROMPT = 16
 NUM_EXPERTS = 16
 
 
-def settled_model(preset: str, vocab_size: int, dtype: torch.dtype, **changes: Any) -> GPT:
+def settled_model(preset: str, vocab_size: int, dtype: torch.dtype) -> GPT:
     """Random weights, zero-initialised ones included, under cutoffs that have followed them."""
     torch.manual_seed(0)
     rule = ExpertThreshold(num_experts=NUM_EXPERTS, experts_per_token=1, decay=0.8, warmup_steps=0)
-    model = GPT(GPTConfig.preset(preset, vocab_size=vocab_size, rule=rule, **changes), compute_dtype=dtype)
+    model = GPT(GPTConfig.preset(preset, vocab_size=vocab_size, rule=rule), compute_dtype=dtype)
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, weight.shape[-1] ** -0.5)
         for _ in range(20):
             model.update_rules(model(torch.randint(vocab_size, (4, 256))).observations)
     return model.eval()
-
-
-def called(preset: str, vocab_size: int) -> str:
-    """The preset's name, and in what the model differs from it."""
-    usual = PRESETS[preset]["vocab_size"]
-    return preset if vocab_size == usual else f"{preset}, vocabulary {vocab_size:,} for {usual:,}"
 
 
 def readers(size: int, columns: int) -> dict[str, Callable[[], Tensor]]:
@@ -104,7 +95,6 @@ def measure(
         for n in (1, 2)
     )
     return {
-        "model": called(preset, vocab_size),
         "preset": preset,
         "d_model": config.d_model,
         "layers": config.layers,
@@ -128,28 +118,15 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, repeats=9)
     parser.add_argument("--preset", nargs="+", default=["quickstart", "d8"])
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--tokens", type=positive, default=64)
-    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-    parser.add_argument("--repeats", type=positive, default=9)
-    parser.add_argument("--threads", type=positive, default=2)
-    parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     for preset in args.preset:
         row = measure(preset, args.vocab_size, args.tokens, compute_dtype(args.dtype), args.repeats)
-        if args.json:
-            print(json.dumps(row), flush=True)
-        else:
-            print(
-                f"{row['model']}  {row['dtype']}  {row['tokens_per_second']} tokens/s, {row['token_ms']} ms a token; "
-                f"reading {row['active_mb']} MB takes {row['read_ms']} ms, twice as many {row['read_scaling']} times "
-                f"as long: ratio {row['ratio_to_reading']}; "
-                f"by operations {row['operations_token_ms']} ms: {row['over_operations']}x",
-                flush=True,
-            )
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The MoE layer, forward and backward, against the dense feed-forward of equal active FLOPs, in one run.
 
-    python benchmarks/layer.py [--json] [--d-model 256 512 768] [--tokens 8192] [--dtype auto] [--compile]
+    python benchmarks/layer.py [--d-model 256 512 768] [--tokens 8192] [--dtype auto] [--compile]
 
 Weights are already in the compute dtype. Cutoffs settle on other tokens than those that are timed, so that loads vary
 by chance as in training: `load_min` and `load_max` say by how much. `ratio_to_dense` is the MoE's median time over
@@ -9,12 +9,11 @@ dense's, repetitions interleaved; dense is the faster of the model's own feed-fo
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 
 import torch
-from common import compute_dtype, machine, positive, time_interleaved
+from common import compute_dtype, machine, options, positive, time_interleaved
 from peers_contestants import PlainFeedForward
 from torch import Tensor, nn
 
@@ -73,27 +72,15 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, repeats=15)
     parser.add_argument("--d-model", type=positive, nargs="+", default=[256, 512, 768])
     parser.add_argument("--tokens", type=positive, default=8192)
-    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--compile", action="store_true", help="all layers, each as one graph")
-    parser.add_argument("--repeats", type=positive, default=15)
-    parser.add_argument("--threads", type=positive, default=2)
-    parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     for d_model in args.d_model:
         row = measure(d_model, args.tokens, compute_dtype(args.dtype), args.repeats, args.compile)
-        if args.json:
-            print(json.dumps(row), flush=True)
-        else:
-            print(
-                f"d_model {d_model:4d}  {row['dtype']}  MoE {row['moe_ms']} ms, dense {row['dense_ms']} ms "
-                f"(plain {row['dense_plain_ms']} ms, {row['dense_gflops']} GFLOP/s): ratio {row['ratio_to_dense']}, "
-                f"loads {row['load_min']} to {row['load_max']}",
-                flush=True,
-            )
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

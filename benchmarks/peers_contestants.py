@@ -25,9 +25,7 @@ from expert_threshold.moe.backends import BY_NAME, reference
 
 BATCHED_MM_LIMIT = 2**28  # bytes of weights that `batched_mm` may copy, one matrix for every row
 SETTLING_STEPS = 20
-ALL_GRADIENTS = (
-    64  # experts up to which weights' gradients are checked, too: the definition's cost is quadratic in them
-)
+ALL_GRADIENTS = 64  # experts up to which weights' gradients are checked: the definition's cost is quadratic in them
 
 INPUTS = ("x", "gates")
 Outcome = dict[str, Tensor]  # "y", and the gradient of every leaf by its name
@@ -371,16 +369,6 @@ def contestants() -> dict[str, Callable[[Case], Entry]]:
     }
 
 
-# What is not the same for all, for the record; by the beginning of the name.
-EQUALISED = {
-    "dense": "every token, one feed-forward as wide as the mean fanout's experts together",
-    "plain": "expert threshold's assignment, any fanout",
-    "ours": "expert threshold's assignment, any fanout",
-    "transformers": "top k of the same scores, k the mean fanout; the same weights and relu² (Nemotron-H's experts)",
-    "scattermoe": "top k of the same scores, k the mean fanout; the same weights and relu²",
-    "megablocks": "top k of the same scores, k the mean fanout; the same weights and relu²",
-    "sonicmoe": "expert threshold's assignment; SwiGLU, three matrices of 2/3 the width (multiples of 64)",
-}
 UNTRIED = {
     "scattermoe": "adapter run in Triton's interpreter only",
     "megablocks": "adapter run in Triton's interpreter only, CUDA operations replaced",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +63,6 @@ def forward_backward(entry: Entry, case: Case) -> None:
     torch.autograd.grad(entry.forward(), list(entry.leaves.values()), case.grad)
 
 
-def once(entry: Entry, case: Case) -> float:
-    return time_in_turn({"": lambda: forward_backward(entry, case)}, 1, 0, case.device)[""][0]
-
-
 def reason(failure: Exception) -> str:
     """Its first line; of failures that were not foreseen their kind, too."""
     line = (str(failure).strip().splitlines() or [""])[0]
@@ -79,45 +77,37 @@ def measure(
     the square product and the bytes of the copy beside them; None is large ones.
     """
     shape = case.shape
-    known = {
-        "benchmark": "peers",
-        "shape": shape.name,
-        "fanout": fanout,
-        **shape._asdict(),
-        "dtype": str(case.dtype).removeprefix("torch."),
-    }
+    dtype = str(case.dtype).removeprefix("torch.")
+    known = {"benchmark": "peers", **shape._asdict(), "shape": shape.name, "fanout": fanout, "dtype": dtype}
     del known["name"]
     rows: dict[str, Row] = {}
     entries: dict[str, Entry] = {}
     dense = float("inf")
     for name in names:
-        rows[name] = {**known, "contestant": name, **version(name)}
+        rows[name] = row = {**known, "contestant": name, **version(name)}
         try:
             entry = contestants()[name](case)
             off = error(case.outcome(entry.forward, entry.leaves), entry.expected)
         except Exception as failure:  # of whatever kind: the others go on
             untried = f" ({UNTRIED[name]})" if name in UNTRIED else ""
-            rows[name] |= {"status": "not run", "reason": reason(failure) + untried}
+            row |= {"status": "not run", "reason": reason(failure) + untried}
             continue
-        rows[name] |= {"status": "timed", "error": float(f"{off:.3g}"), "rows": int(entry.loads.sum())}
-        rows[name]["largest_load"] = round(float(entry.loads.max() / entry.loads.float().mean()), 3)
+        row |= {"error": float(f"{off:.3g}"), "rows": int(entry.loads.sum())}
+        row["largest_load"] = round(float(entry.loads.max() / entry.loads.float().mean()), 3)
         if off > TOLERANCE[case.dtype]:
-            rows[name] |= {"status": "wrong", "reason": f"a row is off by {off:.2g} of the norm"}
+            row |= {"status": "wrong", "reason": f"a row is off by {off:.2g} of the norm"}
             continue
-        entry = entry._replace(expected={})
-        dense = min(dense, once(entry, case)) if name.startswith("dense") else dense
-        if (slower := once(entry, case) / dense) > patience:
-            rows[name] |= {"status": "not run", "reason": f"too slow to time: {slower:.0f} times dense, once"}
+        once = time_in_turn({"": partial(forward_backward, entry, case)}, 1, 0, case.device)[""][0]
+        dense = min(dense, once) if name.startswith("dense") else dense
+        if once / dense > patience:
+            row |= {"status": "not run", "reason": f"too slow to time: {once / dense:.0f} times dense, once"}
             continue
-        entries[name] = entry
-        rows[name] |= work(entry, case) | memory(entries[name], case)
+        entries[name] = entry._replace(expected={})
+        row |= {"status": "timed"} | work(entry, case) | memory(entry, case)
     for computed in ("of_any_fanout", "of_top_k"):
         case.__dict__.pop(computed, None)
     gc.collect()
-    times = clock(entries, case, repeats, roof)
-    for name in entries:
-        rows[name] |= rates(rows[name], times[name], times)
-    compare([rows[name] for name in entries])
+    time_all(rows, entries, case, repeats, roof)
     return list(rows.values())
 
 
@@ -132,46 +122,36 @@ def memory(entry: Entry, case: Case) -> Row:
     return found
 
 
-def clock(
-    entries: dict[str, Entry], case: Case, repeats: int, roof: tuple[int, int] | None
-) -> dict[str, tuple[float, float]]:
-    """Median seconds of forward and of forward + backward; of the product and the copy, both the same."""
-    on, cuda = case.device, case.device.type == "cuda"
-    side, copied = roof or ((8192, 2**31) if cuda else (2048, 2**28))
+def time_all(
+    rows: dict[str, Row], entries: dict[str, Entry], case: Case, repeats: int, roof: tuple[int, int] | None
+) -> None:
+    """Enter times and rates into the rows, of forward and of forward + backward, beside a product, a copy and dense."""
+    on = case.device
+    side, copied = roof or ((8192, 2**31) if on.type == "cuda" else (2048, 2**28))
     square = torch.randn(side, side, device=on).to(case.dtype)
     source = torch.zeros(copied, dtype=torch.uint8, device=on)
     target = torch.empty_like(source)
     calls: dict[str, Any] = {"product": lambda: square @ square, "copy": lambda: target.copy_(source)}
     for name, entry in entries.items():
-        calls[f"{name}/forward"] = entry.forward
-        calls[f"{name}/both"] = lambda entry=entry: forward_backward(entry, case)
-    times = {name: statistics.median(s) for name, s in time_in_turn(calls, repeats, warmup=1, on=on).items()}
-    medians = {name: (times[f"{name}/forward"], times[f"{name}/both"]) for name in entries}
-    product, copy = 2 * side**3 / times["product"], 2 * copied / times["copy"]
-    return medians | {"product": (product, product), "copy": (copy, copy)}
-
-
-def rates(row: Row, seconds: tuple[float, float], times: dict[str, tuple[float, float]]) -> Row:
-    product, copy = times["product"][0], times["copy"][0]
-    found: Row = {}
-    for prefix, taken in zip(("forward_", ""), seconds, strict=True):
-        found |= {
+        calls |= {f"forward_{name}": entry.forward, name: partial(forward_backward, entry, case)}
+    seconds = {name: statistics.median(s) for name, s in time_in_turn(calls, repeats, warmup=1, on=on).items()}
+    product, copy = 2 * side**3 / seconds["product"], 2 * copied / seconds["copy"]
+    for name, prefix in itertools.product(entries, ("forward_", "")):
+        row, taken = rows[name], seconds[prefix + name]
+        rate = row[f"{prefix}flops"] / taken
+        row |= {
             f"{prefix}ms": round(taken * 1e3, 4),
-            f"{prefix}tflops": float(f"{row[f'{prefix}flops'] / taken / 1e12:.5g}"),
-            f"{prefix}share_of_product": float(f"{row[f'{prefix}flops'] / taken / product:.4g}"),
+            f"{prefix}tflops": float(f"{rate / 1e12:.5g}"),
+            f"{prefix}share_of_product": float(f"{rate / product:.4g}"),
             f"{prefix}ns_per_token": round(taken * 1e9 / row["tokens"], 1),
+            "product_tflops": float(f"{product / 1e12:.5g}"),
+            "copy_gb_per_second": round(copy / 1e9, 2),
         }
-    return found | {"product_tflops": float(f"{product / 1e12:.5g}"), "copy_gb_per_second": round(copy / 1e9, 2)}
-
-
-def compare(rows: list[Row]) -> None:
-    """Return ratios to the better dense contestant, measure by measure, and to the one in plain PyTorch."""
-    dense = [row for row in rows if row["contestant"].startswith("dense")]
-    plain = next((row for row in dense if row["contestant"] == "dense"), None)
-    for row in rows if dense else []:
+    dense = [rows[name] for name in entries if name.startswith("dense")]
+    for row in [rows[name] for name in entries] if dense else []:  # ratios to the better dense one, measure by measure
         for prefix in ("forward_", ""):
             best = max(other[f"{prefix}tflops"] for other in dense)
             row[f"{prefix}ratio_to_dense"] = round(best / row[f"{prefix}tflops"], 4)
-        if plain is not None:
-            row["ratio_to_plain_dense"] = round(plain["tflops"] / row["tflops"], 4)
+        if "dense" in entries:
+            row["ratio_to_plain_dense"] = round(rows["dense"]["tflops"] / row["tflops"], 4)
         row["kept_ratio_to_dense"] = round(row["kept_bytes"] / min(other["kept_bytes"] for other in dense), 4)

@@ -1,7 +1,6 @@
 """A whole optimizer step of a preset: its model FLOPs over time, against a 2048³ product's rate in the same run.
 
     python benchmarks/step.py [--preset quickstart] [--rule expert_threshold] [--expert-period N] [--compile off on]
-        [--json]
 
 Model FLOPs are those of `flops_per_token`: 6 per active weight that multiplies and attention's products. Muon's
 products, routing and everything else count as time, not as work. Batches are of the embedded corpus; loads are those of
@@ -11,7 +10,6 @@ layers take turns at moving their experts, what is timed is a whole round of ste
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -19,7 +17,7 @@ import time
 from typing import Any
 
 import torch
-from common import compute_dtype, machine, positive, time_interleaved
+from common import compute_dtype, machine, options, positive, time_interleaved
 
 from expert_threshold.config import resolve
 from expert_threshold.data import Loader, Tokenizer, open_source, pack
@@ -105,33 +103,20 @@ def median_of_rounds(seconds: list[float], turns: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, repeats=15)
     parser.add_argument("--preset", default="quickstart")
     parser.add_argument("--rule", nargs="+", default=["expert_threshold"])
     parser.add_argument("--expert-period", type=positive, help="the preset's unless given")
     parser.add_argument("--compile", nargs="+", choices=["off", "on"], default=["off"], help="one line for each")
-    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-    parser.add_argument("--repeats", type=positive, default=15)
     parser.add_argument("--warm-steps", type=int, default=20)
-    parser.add_argument("--threads", type=positive, default=2)
-    parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()
     if args.warm_steps + (args.repeats + 1) * (args.expert_period or 1) > 1000:
         parser.error("--warm-steps and rounds of --expert-period come to more than 1,000 steps; ask for fewer")
     torch.set_num_threads(args.threads)
+    dtype = compute_dtype(args.dtype)
     for rule, compiling in itertools.product(args.rule, args.compile):
-        dtype = compute_dtype(args.dtype)
         row = measure(args.preset, rule, dtype, args.repeats, args.warm_steps, compiling == "on", args.expert_period)
-        if args.json:
-            print(json.dumps(row), flush=True)
-        else:
-            print(
-                f"{row['preset']} {rule} {row['dtype']}{', compiled' if compiling == 'on' else ''}: "
-                f"{row['step_ms']} ms a step (forward {row['forward_ms']}, "
-                f"backward {row['backward_ms']}, optimizer {row['optimizer_ms']}), {row['tokens_per_second']} "
-                f"tokens/s, {row['gflops']} of {row['product_gflops']} GFLOP/s: utilisation {row['utilisation']}",
-                flush=True,
-            )
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,11 @@ from . import ROOT
 from .compile import to_markdown
 from .conduct import clean_processes, conduct
 from .record import FAILURES, Record, only_one, read, write
-from .setting import Setting, card, code, missing, torch_too_old
+from .setting import Setting, card, code, missing
 from .stages import NEEDS_NO_CARD, STAGES, summarise
 
 TEXT = ("textbooks", "novels")  # of the folder that is looked for beside the checkout
+OLDEST_TORCH = (2, 11)
 LAST_SECONDS = 12.0  # for ending the last stage, and for the summary
 
 
@@ -43,12 +44,16 @@ def main() -> int:
     start = time.monotonic()
     arguments = parse()
     try:
-        stages = chosen(arguments.stages)
-        setting = prepared(arguments, stages)
+        stages, setting = prepared(arguments)
         with only_one(setting.out):
             context = clean_processes()
             same_machine(setting, stages, context)
-            reopened(setting, stages, arguments.retry)
+            for stage in stages:
+                record = Record(setting.out, stage)
+                # Training goes on with other code: its runs name their commits.
+                measured_by = record.facts.get("code", "") if stage == "training" else setting.code
+                if (line := record.reopen(measured_by, arguments.retry)) is not None:
+                    print(line)
             return measured(stages, setting, start + 60 * arguments.minutes - LAST_SECONDS, context)
     except (ValueError, OSError) as wrong:
         print(f"benchmarks.gpu: {' '.join(str(wrong).split())}", file=sys.stderr)
@@ -72,8 +77,9 @@ def measured(stages: list[str], setting: Setting, end: float, context: BaseConte
         table = to_markdown(compiled.measured(), compiled.facts)
         (setting.out / "compile.md").write_text(table, encoding="utf-8")
     if (setting.out / "training").is_dir():
-        with tarfile.open(setting.out / "training.tgz", "w:gz") as archive:
-            archive.add(setting.out / "training", "training", filter=without_weights)
+        with tarfile.open(setting.out / "training.tgz", "w:gz") as archive:  # without the weights, which no page reads
+            light = lambda member: None if "checkpoints" in member.name.split("/") else member  # noqa: E731
+            archive.add(setting.out / "training", "training", filter=light)
     records = [Record(setting.out, stage) for stage in stages]
     if not all(record.complete for record in records):
         print(f"incomplete; to go on where it stopped: python -m benchmarks.gpu {shlex.join(sys.argv[1:])}")
@@ -82,47 +88,27 @@ def measured(stages: list[str], setting: Setting, end: float, context: BaseConte
     return int(any(record.count(status) for record in records for status in FAILURES))
 
 
-def without_weights(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Leave out of an archive of runs what makes it large and no page reads."""
-    return None if {"checkpoints"} & set(member.name.split("/")) else member
-
-
-def reopened(setting: Setting, stages: list[str], retry: bool) -> None:
-    """Forget what other code measured, and with `retry` what failed. Training goes on: its runs name their commits."""
-    for stage in stages:
-        record = Record(setting.out, stage)
-        code = record.facts.get("code", "") if stage == "training" else setting.code
-        if (line := record.reopen(code, retry)) is not None:
-            print(line)
-
-
 def parse() -> argparse.Namespace:
     parser = _Parser("python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything, the summary included")
     parser.add_argument("--out", type=Path, required=True, help="the folder to make, or to continue")
     table = "\n".join(f"  {name:12} {entry.help}" for name, entry in STAGES.items())
-    parser.add_argument("--stages", help=f"some of these, as A,B; default: all\n{table}")
+    parser.add_argument("--stages", default=",".join(STAGES), help=f"some of these, as A,B; default: all\n{table}")
     parser.add_argument("--retry", action="store_true", help="run cases again that failed or timed out")
     parser.add_argument("--data", help="text for training, as for et train; default: shared/data, else embedded")
     parser.add_argument("--dry-run", action="store_true", help="every stage at toy sizes on this CPU: proves no speed")
     return parser.parse_args()
 
 
-def chosen(names: str | None) -> list[str]:
-    """Return the stages that --stages names, in the table's order. Raises ValueError for one that is unknown."""
-    wanted = list(STAGES) if names is None else [name.strip() for name in names.split(",")]
-    for name in wanted:
-        if name not in STAGES:
-            raise ValueError(f"--stages {name}: unknown; use {', '.join(STAGES)}")
-    return [name for name in STAGES if name in wanted]
-
-
-def prepared(arguments: argparse.Namespace, stages: list[str]) -> Setting:
-    """Make the folder. Raises ValueError or OSError for options that cannot be met."""
+def prepared(arguments: argparse.Namespace) -> tuple[list[str], Setting]:
+    """Return the stages in the table's order, and make the folder. Raises ValueError or OSError for bad options."""
+    wanted = [name.strip() for name in arguments.stages.split(",")]
+    if unknown := [name for name in wanted if name not in STAGES]:
+        raise ValueError(f"--stages {unknown[0]}: unknown; use {', '.join(STAGES)}")
     if not 0 < arguments.minutes < 24 * 60:
         raise ValueError(f"--minutes {arguments.minutes}: give a number above 0, such as 9")
-    if (old := torch_too_old()) is not None:
-        raise ValueError(old)
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        raise ValueError(f"torch {torch.__version__} is too old; install torch>={'.'.join(map(str, OLDEST_TORCH))}")
     out = arguments.out.absolute()
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {arguments.out}: is a file; name a folder")
@@ -130,8 +116,8 @@ def prepared(arguments: argparse.Namespace, stages: list[str]) -> Setting:
     if data != "embedded" and not Path(data).exists():
         raise ValueError(f"--data {data}: does not exist; name a file or folder of text, or leave it out")
     out.mkdir(parents=True, exist_ok=True)
-    on_card = not set(stages) <= set(NEEDS_NO_CARD)
-    return Setting(out, arguments.dry_run, on_card and not arguments.dry_run, data, code=code())
+    cuda = not arguments.dry_run and not set(wanted) <= set(NEEDS_NO_CARD)
+    return [name for name in STAGES if name in wanted], Setting(out, arguments.dry_run, cuda, data, code=code())
 
 
 def found_text() -> str:
@@ -144,27 +130,18 @@ def same_machine(setting: Setting, stages: list[str], context: BaseContext) -> N
     """Look at the card in another process, and enter it into the folder. Raises ValueError without a card, or if the
     folder holds another machine's results.
     """
-    here = _looked_at(setting, context)
     if set(stages) <= set(NEEDS_NO_CARD):
         return
+    here = card(setting.device)
+    if setting.cuda:
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            here = pool.submit(card, setting.device).result()
     results = read(setting.out)
     before = results["machine"]
     if before and before != here:
         what = ", ".join(f"{name} {before.get(name)}" for name in here if before.get(name) != here[name])
         raise ValueError(f"--out {setting.out}: was started with {what}; name another --out")
     write(setting.out, results | {"machine": here})
-
-
-def _looked_at(setting: Setting, context: BaseContext) -> dict[str, object]:
-    if not setting.cuda:
-        return card(setting.device)
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        if not pool.submit(torch.cuda.is_available).result():
-            raise ValueError(
-                f"torch {torch.__version__} sees no CUDA device; --dry-run runs every stage at toy sizes, "
-                f"--stages {','.join(NEEDS_NO_CARD)} needs none"
-            )
-        return pool.submit(card, setting.device).result()
 
 
 if __name__ == "__main__":

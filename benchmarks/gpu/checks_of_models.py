@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from cases import GPU_RULES, model_and_batch, step
 from expert_threshold.routing import Rule
 
 from . import ROOT
-from .setting import Case, NotRunError, OutOfTimeError, Row, Setting
+from .setting import Case, NotRunError, OutOfTimeError, Row, Setting, require
 
 TESTS = (
     "tests/model/test_on_gpu.py",
@@ -85,10 +86,9 @@ def step_states(model: torch.nn.Module, tokens: torch.Tensor) -> None:
 @torch.no_grad()
 def strict(rule: Rule | None, setting: Setting) -> Row:
     """Decode a sequence alone and among others, strictly, in bfloat16: its logits must have the same bits."""
-    try:
-        from expert_threshold.generate.decoder import Decoder
-    except ImportError as lost:
-        raise NotRunError(f"needs {lost.name}, which is not installed") from None
+    require("rich", "tiktoken")
+    from expert_threshold.generate.decoder import Decoder
+
     model, tokens, _ = model_and_batch(rule, "auto", setting.device)
     step_states(model, tokens)
     model.eval()
@@ -113,25 +113,16 @@ def tests(path: str, setting: Setting) -> Row:
     """Run a file of tests that need a card, in a process of its own."""
     if not setting.cuda:
         raise NotRunError("is about CUDA")
-    for package in ("pytest", "hypothesis"):
-        if importlib.util.find_spec(package) is None:
-            raise NotRunError(f"{package} is not installed")
+    require("pytest", "hypothesis")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
     options = ["-q", "--no-header", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("pytest_timeout") is None:
         options += ["-W", "ignore::pytest.PytestConfigWarning"]  # of the option `timeout`, which it does not know
     command = [sys.executable, "-m", "pytest", *options, path]
+    process: dict[str, Any] = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=max(setting.left, 1),
-            check=False,
-        )
+        done = subprocess.run(command, **process, timeout=max(setting.left, 1), check=False)
     except subprocess.TimeoutExpired:
         raise OutOfTimeError("was stopped, its time was up; it starts again") from None
     said = done.stdout.strip().splitlines()

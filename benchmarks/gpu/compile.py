@@ -36,26 +36,24 @@ class Launch(NamedTuple):
     kernel: Any
     arguments: tuple[Tensor | float | None, ...]
     constants: dict[str, Any]
-    is_product: bool
-    options: dict[str, int] = {}  # noqa: RUF012  of the compiler, where tiles do not bring them
+    is_product: bool = False
+    options: dict[str, int] = {}  # noqa: RUF012  of the compiler
+    tiles: str = ""
 
     def __str__(self) -> str:
-        shown = {
-            key: self.constants[key]
-            for key in (
-                "d_in",
-                "d_left",
-                "out_in",
-                "epilogue",
-                "gathered",
-                "gather_left",
-                "gated",
-                "below",
-                "with_gradient",
-            )
-            if key in self.constants
-        }
-        return " ".join([self.name, *(f"{key}={value}" for key, value in shown.items() if value not in ("", False))])
+        shown = [
+            f"{key}={self.constants.get(key)}" for key in SHOWN if self.constants.get(key) not in (None, "", False)
+        ]
+        return " ".join([self.name, *shown])
+
+    def tuned(self, config: Any) -> Launch:
+        """Return a product with a configuration of the tuner."""
+        tiles, options = config.kwargs, {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        shown = f"{tiles['tile_m']}x{tiles['tile_n']}, {config.num_warps} warps, {config.num_stages} stages"
+        return self._replace(constants=self.constants | tiles, options=options, tiles=shown)
+
+
+SHOWN = "d_in", "d_left", "out_in", "epilogue", "gathered", "gather_left", "gated", "below", "with_gradient"
 
 
 def launches(d_model: int, d_expert: int, experts: int, tokens: int = 256) -> list[Launch]:
@@ -65,7 +63,7 @@ def launches(d_model: int, d_expert: int, experts: int, tokens: int = 256) -> li
     found: list[Launch] = []
 
     def launch(kernel: Any, grid: Any, *arguments: Tensor | int | None, **constants: Any) -> None:
-        found.append(Launch(kernel.__name__, kernel, arguments, constants, is_product=False))
+        found.append(Launch(kernel.__name__, kernel, arguments, constants))
 
     def launch_product(kernel: Any, grid: Any, *arguments: Tensor | int | None, **constants: Any) -> None:
         more = {"tile_k": kernels.DEPTH, "upcast": False}
@@ -96,11 +94,10 @@ def selections(tokens: int = 65_536, experts: int = 16, ks: int = 3) -> list[Lau
     for below, bits in (radix.SCORE_DIGITS[0], radix.INDEX_DIGITS[-1]):
         digit = {"below": below, "bits": bits, "ks": ks, "copies": radix.MAX_COPIES}
         sizes = (tokens, experts, tokens * experts, experts, 1)
-        found.append(
-            Launch("_count_digits", radix._count_digits, (scores, prefixes, counts, *sizes), digit | tile, False)
-        )
-        found.append(Launch("_take_digit", radix._take_digit, (counts, counts, prefixes), digit, False))
-    return [launch._replace(name=f"radix {launch.name}") for launch in found]
+        counted = (scores, prefixes, counts, *sizes)
+        found.append(Launch("radix _count_digits", radix._count_digits, counted, digit | tile))
+        found.append(Launch("radix _take_digit", radix._take_digit, (counts, counts, prefixes), digit))
+    return found
 
 
 def losses(rows: int = 256, vocab: int = 65_536) -> list[Launch]:
@@ -111,36 +108,31 @@ def losses(rows: int = 256, vocab: int = 65_536) -> list[Launch]:
         logits, wanted = torch.empty(rows, vocab, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
         arguments = (logits, wanted, torch.empty(rows), vocab, 15.0)
     constants = {"capped": True, "tile": kernels.TILE}
-    return [
-        Launch("softmax_slopes", kernels.softmax_slopes_of_row, arguments, constants | {"with_gradient": gradient},
-               is_product=False, options={"num_warps": kernels.WARPS})
-        for gradient in (True, False)
-    ]  # fmt: skip
+    launch = Launch("softmax_slopes", kernels.softmax_slopes_of_row, arguments, constants)
+    launch = launch._replace(options={"num_warps": kernels.WARPS})
+    return [launch._replace(constants=constants | {"with_gradient": gradient}) for gradient in (True, False)]
 
 
-def compiled(launch: Launch, capability: int, tiles: dict[str, int], **options: int) -> Any:
+def compiled(launch: Launch, capability: int) -> Any:
     """Compile a launch for a compute capability, 90 for 9.0; every tensor is taken to be aligned, as torch's are."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    constants = launch.constants | tiles
-    names = [name for name in launch.kernel.arg_names if name not in constants]
-    signature, aligned = dict.fromkeys(launch.kernel.arg_names, "constexpr"), {}
+    constants, every = dict(launch.constants), launch.kernel.arg_names
+    names = [name for name in every if name not in constants]
+    signature, aligned = dict.fromkeys(every, "constexpr"), {}
     for name, value in zip(names, launch.arguments, strict=True):
         if value is None:
             constants[name] = None
-        elif isinstance(value, Tensor):
-            signature[name] = "*" + TYPES[value.dtype]
-            aligned[(launch.kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32"
-            if value % 16 == 0:
-                aligned[(launch.kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
-    by_place = {(launch.kernel.arg_names.index(name),): value for name, value in constants.items()}
+            continue
+        is_tensor = isinstance(value, Tensor)
+        signature[name] = "*" + TYPES[value.dtype] if is_tensor else "fp32" if isinstance(value, float) else "i32"
+        if is_tensor or (signature[name] == "i32" and value % 16 == 0):
+            aligned[(every.index(name),)] = [["tt.divisibility", 16]]
+    by_place = {(every.index(name),): value for name, value in constants.items()}
     source = ASTSource(launch.kernel, signature, by_place, aligned)
-    return compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True, **options})
+    options = {"enable_fp_fusion": True, **launch.options}
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
@@ -179,7 +171,6 @@ def resources(result: Any, capability: int) -> Row:
     }
 
 
-Way = tuple[Launch, dict[str, int], dict[str, int]]
 SIZES = (4096, 8192)  # so wide that ptxas does not unroll the loops, which takes it long
 FINE = (1280, 160)  # widths of many narrow experts, no multiples of the tiles
 
@@ -188,54 +179,40 @@ def cases(setting: Setting) -> Iterator[Case]:
     """Yield every launch for each GPU, products in the tuner's first tiles, then in the others."""
     try:
         tools()
-    except NotRunError as reason:
-        yield Case("compile", partial(refuse, str(reason)), 0)
+    except NotRunError:
+        yield Case("compile", tools, 0)  # type: ignore[arg-type]  raises, which records why
         return
-    for launch, tiles, options in ways(setting):
+    for launch in every_launch(setting.dry):
         for capability in setting.pick(tuple(PROCESSORS), (90,)):
-            name = " ".join([f"sm_{capability}", str(launch), *shown(tiles, options)])
-            yield Case(name, partial(measure, launch, capability, tiles, options), 10)
+            name = " ".join(filter(None, [f"sm_{capability}", str(launch), launch.tiles]))
+            yield Case(name, partial(measure, launch, capability), 10)
 
 
-def refuse(why: str) -> Row:
-    raise NotRunError(why)
-
-
-def ways(setting: Setting) -> list[Way]:
-    """Return launches with tiles and options, the tuner's first choice first; in a dry run two that compile quickly."""
+def every_launch(dry: bool) -> list[Launch]:
+    """Return the launches, the tuner's first choice first; in a dry run two that compile quickly."""
     from expert_threshold.kernels.gpu.experts import CONFIGS
 
-    every = {str(launch): launch for launch in [*launches(*SIZES, 16), *selections(), *losses()]}.values()
+    every = [*{str(launch): launch for launch in [*launches(*SIZES, 16), *selections(), *losses()]}.values()]
+    if dry:
+        return [launch for launch in every if launch.name in ("spread_gates", "sum_by_token")]
+    products = [launch for launch in every if launch.is_product]
     fine = [launch for launch in launches(*FINE, 64) if launch.is_product]
-    if setting.dry:
-        return [(launch, {}, {}) for launch in every if launch.name in ("spread_gates", "sum_by_token")]
-    found: list[Way] = []
-    for number, config in enumerate(CONFIGS):
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        products = [launch for launch in every if launch.is_product] + (fine if number == 0 else [])
-        found += [(launch, dict(config.kwargs), options) for launch in products]
-        if number == 0:
-            found += [(launch, {}, launch.options) for launch in every if not launch.is_product]
-    return found
+    first = [launch.tuned(CONFIGS[0]) for launch in [*products, *fine]]
+    others = [launch.tuned(config) for config in CONFIGS[1:] for launch in products]
+    return [*first, *(launch for launch in every if not launch.is_product), *others]
 
 
 def first_rows(capability: int) -> list[Row]:
     """Compile every launch for one GPU in the tuner's first tiles. Raises NotRunError without the tools."""
     tools()
-    every = ways(Setting(Path(), dry=False, cuda=False, data=""))
-    return [measure(way[0], capability, *way[1:]) for way in every if way[1:] == every[0][1:] or not way[1]]
+    every = every_launch(dry=False)
+    return [measure(launch, capability) for launch in every if launch.tiles in ("", every[0].tiles)]
 
 
-def shown(tiles: dict[str, int], options: dict[str, int]) -> list[str]:
-    if not tiles:
-        return []
-    return [f"{tiles['tile_m']}x{tiles['tile_n']}, {options['num_warps']} warps, {options['num_stages']} stages"]
-
-
-def measure(launch: Launch, capability: int, tiles: dict[str, int], options: dict[str, int]) -> Row:
+def measure(launch: Launch, capability: int) -> Row:
     """Compile one launch for one GPU."""
-    about = {"capability": capability, "kernel": str(launch), "tiles": "".join(shown(tiles, options))}
-    return about | resources(compiled(launch, capability, tiles, **options), capability)
+    about = {"capability": capability, "kernel": str(launch), "tiles": launch.tiles}
+    return about | resources(compiled(launch, capability), capability)
 
 
 def lines(rows: dict[str, Row]) -> list[str]:

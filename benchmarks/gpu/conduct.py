@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.context import BaseContext
 
 import torch
@@ -61,12 +61,17 @@ def _run_stage(stage: str, setting: Setting, end: float, context: BaseContext) -
     """Run one stage in as many processes as it takes, until `end`."""
     for _ in range(1 + RESTARTS):
         process = context.Process(target=work, args=(stage, setting))  # type: ignore[attr-defined]
-        _ignoring_interrupts(process.start)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C does not reach it: this process ends it in order
+        process.start()
+        signal.signal(signal.SIGINT, before)
         try:
             process.join(max(end - time.monotonic(), 0))
             stopped = process.is_alive()
         finally:
-            _stop(process)
+            for kill in (process.terminate, process.kill):  # on SIGTERM a training run saves
+                if process.is_alive():
+                    kill()
+                    process.join(PATIENCE)
         if process.exitcode == 0:
             return
         record = Record(setting.out, stage)
@@ -78,23 +83,6 @@ def _run_stage(stage: str, setting: Setting, end: float, context: BaseContext) -
             return  # it failed outside its cases, and would again
         if stopped or time.monotonic() > setting.deadline:
             return
-
-
-def _ignoring_interrupts(start: Callable[[], None]) -> None:
-    """Start a process that Ctrl-C does not reach: this one ends it in order."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        start()
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _stop(process: multiprocessing.process.BaseProcess) -> None:
-    """End a process that still runs: by SIGTERM, on which a training run saves, then by SIGKILL."""
-    for end in (process.terminate, process.kill):
-        if process.is_alive():
-            end()
-            process.join(PATIENCE)
 
 
 # In the process of one stage.

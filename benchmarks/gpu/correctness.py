@@ -7,31 +7,30 @@ are about CUDA are recorded as unavailable.
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import math
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cases import GPU_RULES, use_one_tile, write_text
-from expert_threshold.moe import BACKENDS, Experts
+from expert_threshold.moe import BACKENDS
 from expert_threshold.moe.backends import reference
-from expert_threshold.routing import RULES, Routing, Rule, kth_largest
+from expert_threshold.routing import RULES, Rule, kth_largest
 from expert_threshold.routing.selection import _kth_largest_by_sorting
 from expert_threshold.testing import make_scores, trained
-from routed_sum import ASSIGNMENTS, EXPERTS, RoutedSum, outputs_and_gradients
+from routed_sum import ASSIGNMENTS, EXPERTS, outputs_and_gradients
 from routed_sum import Case as Given
 from routed_sum import case as given_case
 
 from . import ROOT, checks_of_models
-from .setting import Case, NotRunError, Row, Setting
+from .setting import Case, NotRunError, Row, Setting, require
 
 NAMES = ("grouped", "static", "triton")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -61,11 +60,6 @@ def cases(setting: Setting) -> Iterator[Case]:
     yield Case("resume long sequences", lambda: resume(None, setting, setting.pick(512, 64), setting.pick(256, 64)), 6)
 
 
-def sizes(setting: Setting) -> dict[str, int]:
-    """Return widths that are whole tiles on a card."""
-    return setting.pick({"d_model": 256, "d_expert": 512}, {"d_model": 16, "d_expert": 32})
-
-
 def assignments(setting: Setting) -> dict[str, Tensor]:
     """Return the tests' assignments, and large ones whose loads are unequal, all of one number of experts, since
     kernels are compiled for each.
@@ -92,19 +86,6 @@ def on(given: Given, dtype: torch.dtype, setting: Setting) -> Given:
     return given._replace(x=given.x.to(dtype), upstream=given.upstream.to(dtype))
 
 
-def require_available(name: str, given: Given) -> None:
-    """Raises NotRunError if the backend cannot run here."""
-    if (why := BACKENDS[name].why_not(given.x, given.experts)) is not None:
-        raise NotRunError(why)
-
-
-def in_float64(given: Given) -> dict[str, Tensor]:
-    """Return the definition's output and gradients."""
-    wide = given._replace(x=given.x.double(), upstream=given.upstream.double(), gates=given.gates.double())
-    wide = wide._replace(experts=copy.deepcopy(given.experts).double())
-    return outputs_and_gradients(reference, wide)
-
-
 def error(found: Tensor, exact: Tensor) -> float:
     """Return ‖found − exact‖ / ‖exact‖; absolute where the exact one is zero; NaN is infinite."""
     far, size = float((found.double() - exact.double()).norm()), float(exact.double().norm())
@@ -122,35 +103,28 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def padded(name: str, rows: int) -> RoutedSum:
-    """Return the backend with buffers of `rows` rows more than are needed."""
-
-    def call(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) -> Tensor:
-        return BACKENDS[name](x, gates, assignment, experts, rows=int(assignment.sum()) + rows)
-
-    return call
-
-
 def backend(name: str, dtype: torch.dtype, setting: Setting) -> Row:
     """Compare with float64 for every assignment and activation, in memory that holds NaN, with padding and without."""
     worst, checked = 0.0, 0
     every = assignments(setting)
+    widths = setting.pick({"d_model": 256, "d_expert": 512}, {"d_model": 16, "d_expert": 32})  # whole tiles on a card
     interpreted = name == "triton" and not setting.cuda  # which is slow
     for kind in ["ragged"] if interpreted else [*every]:
-        assignment = every[kind]
         for activation in ("swiglu",) if interpreted else ("relu2", "swiglu"):
-            given = on(given_case(assignment, activation, **sizes(setting)), dtype, setting)  # type: ignore[arg-type]
-            require_available(name, given)
-            exact = in_float64(given)
+            given = on(given_case(every[kind], activation, **widths), dtype, setting)  # type: ignore[arg-type]
+            if (why := BACKENDS[name].why_not(given.x, given.experts)) is not None:
+                raise NotRunError(why)
+            wide = given._replace(x=given.x.double(), upstream=given.upstream.double(), gates=given.gates.double())
+            wide = wide._replace(experts=copy.deepcopy(given.experts).double())
+            exact = outputs_and_gradients(reference, wide)
             # No rule asks for rows without a token.
             for padding in (19,) if interpreted else (0, 19) if len(given.x) else (0,):
+                rows = int(given.assignment.sum()) + padding
                 with deterministic():
-                    found = outputs_and_gradients(padded(name, padding), given)
+                    found = outputs_and_gradients(partial(BACKENDS[name], rows=rows), given)
                 for tensor, expected in exact.items():
-                    off = error(found[tensor], expected)
-                    assert off <= TOLERANCE[dtype], (
-                        f"{kind}, {activation}, padding {padding}: {tensor} off by {off:.2g}"
-                    )
+                    off, where = error(found[tensor], expected), f"{kind}, {activation}, padding {padding}"
+                    assert off <= TOLERANCE[dtype], f"{where}: {tensor} off by {off:.2g}"
                     worst, checked = max(worst, off), checked + 1
     return {"checked": checked, "error": worst}
 
@@ -188,15 +162,11 @@ def routing(setting: Setting) -> Row:
                 scores = make_scores(rule)
                 here = rule.route(scores, state, training=training)
                 moved = rule.route(scores.to(setting.device), there, training=training)
-                unlike = differences(here, moved)
+                unlike = float((here.assignment != moved.assignment.cpu()).float().mean())
                 assert unlike <= UNLIKE, f"{name}, {case}, training={training}: {unlike:.1%} of pairs differ"
                 torch.testing.assert_close(moved.gates.cpu(), here.gates, rtol=1e-4, atol=1e-5)
                 checked, most = checked + 1, max(most, unlike)
     return {"checked": checked, "most_different": most}
-
-
-def differences(here: Routing, there: Routing) -> float:
-    return float((here.assignment != there.assignment.cpu()).float().mean())
 
 
 def resume(rule: Rule | None, setting: Setting, context: int = 16, d_model: int = 64) -> Row:
@@ -204,48 +174,41 @@ def resume(rule: Rule | None, setting: Setting, context: int = 16, d_model: int 
 
     With torch's deterministic algorithms, since attention's backward adds up in any order on CUDA without them.
     """
-    try:
-        import rustbpe  # noqa: F401, which trains the tokenizer
-        from rich.console import Console
+    require("rustbpe", "rich")
+    from rich.console import Console
 
-        from expert_threshold.data import DataConfig
-        from expert_threshold.model import GPTConfig
-        from expert_threshold.optim import OptimConfig
-        from expert_threshold.runs import RunFolder
-        from expert_threshold.train import TrainConfig, train
-    except ImportError as lost:
-        raise NotRunError(f"needs {lost.name}, which is not installed") from None
+    from expert_threshold.data import DataConfig
+    from expert_threshold.model import GPTConfig
+    from expert_threshold.optim import OptimConfig
+    from expert_threshold.runs import RunFolder
+    from expert_threshold.train import TrainConfig, train
+
     sizes = {"layers": 2, "d_model": d_model, "heads": 2, "kv_heads": 2, "d_expert": 64, "d_feed_forward": 128}
     model = GPTConfig(**sizes, vocab_size=300, context=context, rule=rule)  # type: ignore[arg-type]
     config = TrainConfig(
-        steps=STEPS, batch_size=4, log_every=2, eval_every=None, checkpoint_every=STOP, device=setting.device.type
-    )  # type: ignore[arg-type]
+        steps=STEPS, batch_size=4, log_every=2, eval_every=None, checkpoint_every=STOP, device=setting.device.type,
+        threads=1,
+    )  # type: ignore[arg-type]  # fmt: skip
     with tempfile.TemporaryDirectory() as place, deterministic():
         folder = Path(place)
+        text = write_text(folder / "text.jsonl", (ROOT / "LICENSE").read_text())
+        sections = model, DataConfig(source=str(text)), OptimConfig(), config
         quiet = Console(file=io.StringIO())
-        sections = (
-            model,
-            DataConfig(source=str(write_text(folder / "text.jsonl", (ROOT / "LICENSE").read_text()))),
-            OptimConfig(),
-            replace(config, threads=1),
-        )
         train(RunFolder.create(folder / "whole"), *sections, console=quiet)
         shutil.copytree(folder / "whole", folder / "halves")
         for checkpoint in (folder / "halves" / "checkpoints").iterdir():
             if int(checkpoint.name.removeprefix("step_")) > STOP:
                 shutil.rmtree(checkpoint)
         train(RunFolder.open(folder / "halves"), *sections, console=quiet, resume=True)
-        whole, halves = (bytes_of(folder / name) for name in ("whole", "halves"))
+        last = f"checkpoints/step_{STEPS:06}"
+        whole, halves = (
+            {path.name: path.read_bytes() for path in (folder / name / last).glob("*.safetensors")}
+            for name in ("whole", "halves")
+        )
     different = [name for name in whole if whole[name] != halves.get(name)]
     assert whole, "there is no checkpoint"
     assert not different, f"differ after resuming: {', '.join(different)}"
     return {"checked": len(whole)}
-
-
-def bytes_of(run: Path) -> dict[str, str]:
-    """Return the sha256 of each file of tensors in a run's last checkpoint."""
-    files = sorted((run / "checkpoints" / f"step_{STEPS:06}").glob("*.safetensors"))
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def lines(rows: dict[str, Row]) -> list[str]:

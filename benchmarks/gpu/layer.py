@@ -13,7 +13,6 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import Any
 
 import torch
 from peers_contestants import Case as Contest
@@ -44,8 +43,7 @@ def shapes(setting: Setting) -> list[Shape]:
     """Return the shapes in the order of what is worth most."""
     if setting.dry:
         return [Shape("toy-2", 16, 16, 2, 1, 16)]
-    d_models = {"d20": 1280, "d12": 768}
-    tokens = 65_536
+    d_models, tokens = {"d20": 1280, "d12": 768}, 65_536
     wide = [
         Shape(f"{name}-{experts}", d, 2 * d, experts, fanout, tokens)
         for experts in (16, 64, 256)
@@ -80,7 +78,7 @@ def tiles(shape: Shape, setting: Setting) -> Row:
         for kernel, tuner in kernels.TUNED.items()
         for key, config in tuner.cache.items()
     ]
-    return row_of(shape) | {"compiled_ahead": compiled, "tiles": found}
+    return sizes_of(shape) | {"contestants": [], "compiled_ahead": compiled, "tiles": found}
 
 
 def compile_ahead(sizes: tuple[int, int, int], setting: Setting) -> int:
@@ -92,16 +90,14 @@ def compile_ahead(sizes: tuple[int, int, int], setting: Setting) -> int:
 
     count = sum(launch.is_product for launch in launches(*sizes))
     work = [(sizes, place, way) for way in range(len(CONFIGS)) for place in range(count)]
-    context = multiprocessing.get_context("spawn")
-    done = 0
-    with ProcessPoolExecutor(max(min(os.cpu_count() or 1, len(work), 16), 1), mp_context=context) as pool:
+    done, most = 0, max(min(os.cpu_count() or 1, len(work), 16), 1)
+    with ProcessPoolExecutor(most, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(compile_one, *each) for each in work]
         try:
             for future in as_completed(futures, timeout=max(setting.left - 10, 1)):
                 done += future.exception() is None
         except TimeoutError:
-            for future in futures:
-                future.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
     return done
 
 
@@ -109,14 +105,9 @@ def compile_one(sizes: tuple[int, int, int], place: int, way: int) -> None:
     """Compile one product in one tile as a launch on this machine's card would, which leaves it in Triton's cache."""
     from expert_threshold.kernels.gpu.experts import CONFIGS
 
-    launch = [each for each in launches(*sizes) if each.is_product][place]
-    config: Any = CONFIGS[way]
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
-    launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants, **config.kwargs, **options)
-
-
-def row_of(shape: Shape) -> Row:
-    return {name: value for name, value in shape._asdict().items() if name != "name"} | {"contestants": []}
+    launch = [each for each in launches(*sizes) if each.is_product][place].tuned(CONFIGS[way])
+    options = {"enable_fp_fusion": True, **launch.options}
+    launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants, **options)
 
 
 def race(shape: Shape, setting: Setting) -> Row:
@@ -125,17 +116,15 @@ def race(shape: Shape, setting: Setting) -> Row:
     if setting.cuda:
         torch.cuda.empty_cache()
     names = [name for name in contestants() if name not in LEFT_OUT and (not setting.dry or name in DRY)]
+    repeats, patience, roof = setting.pick((10, PATIENCE, None), (1, float("inf"), (64, 2**16)))
     case = Contest(shape, setting.dtype, setting.device)
-    rows = measure(
-        case,
-        shape.experts_per_token,
-        names,
-        setting.pick(10, 1),
-        setting.pick(PATIENCE, float("inf")),
-        setting.pick(None, (64, 2**16)),
-    )
-    known = set(row_of(shape)) | {"benchmark", "shape", "fanout"}
-    return row_of(shape) | {"contestants": [{k: v for k, v in row.items() if k not in known} for row in rows]}
+    rows = measure(case, shape.experts_per_token, names, repeats, patience, roof)
+    known = {*shape._fields, "benchmark", "shape", "fanout"}
+    return sizes_of(shape) | {"contestants": [{k: v for k, v in row.items() if k not in known} for row in rows]}
+
+
+def sizes_of(shape: Shape) -> Row:
+    return {name: value for name, value in shape._asdict().items() if name != "name"}
 
 
 def lines(rows: dict[str, Row]) -> list[str]:

@@ -7,7 +7,7 @@ implementation keeps or computes again counts, so these are the least that any c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from expert_threshold.optim import OptimConfig, make_optimizers
 from expert_threshold.routing import Rule, kth_largest
 from expert_threshold.routing.selection import _kth_largest_by_sorting, runs_on_kernels
 
-from .roof import Work, beside_floor, captured, under_roof
+from .roof import beside_floor, captured, under_roof
 from .setting import Case, Row, Setting
 from .whole import RULES, config_of
 
@@ -46,15 +46,15 @@ def cases(setting: Setting) -> Iterator[Case]:
             yield Case(f"{kind} {preset}", lambda p=preset, k=kind: optimizer(p, k, setting), 8)
 
 
-def timed(call: object, work: Work, setting: Setting, **more: object) -> Row:
-    """Return a call's median time beside its floor, and those of others beside it, as NAME_ms."""
+def timed(call: object, flops: float, size: float, setting: Setting, **more: object) -> Row:
+    """Return a call's median time beside its floor of FLOPs and bytes, and other calls' times beside it, as NAME_ms."""
     medians, roof = under_roof({"": call, **more}, setting)  # type: ignore[dict-item]
     others = {f"{name}_ms": round(medians[name] * 1e3, 4) for name in more}
-    return beside_floor(medians[""], work, roof) | others
+    return beside_floor(medians[""], flops, size, roof) | others
 
 
 def selection(tokens: int, experts: int, setting: Setting) -> Row:
-    """The k-th largest score of every expert, beside sorting; `bounds` finds three at once."""
+    """The k-th largest score of every expert, beside sorting; `bounds` finds three at once. Comparing is no FLOP."""
     scores = torch.randn(1, tokens, experts, device=setting.device)
     k = max(tokens // experts, 1)
     others = {
@@ -63,13 +63,16 @@ def selection(tokens: int, experts: int, setting: Setting) -> Row:
     }
     if runs_on_kernels(scores):
         others["captured"] = captured(lambda: kth_largest(scores, [k]), setting)
-    return timed(lambda: kth_largest(scores, [k]), of_selection(tokens, experts), setting, **others)
+    return timed(lambda: kth_largest(scores, [k]), 0, scores.nbytes, setting, **others)
 
 
 def of_one_rule(rule: Rule, batch: int, time: int, setting: Setting) -> Row:
-    """All that a rule does in one layer of a training step: routing, its gradient, its update."""
+    """All that a rule does in one layer of a training step: routing, its gradient, its update.
+
+    Scores in, gates and the assignment out, the gates' gradients in, the scores' out.
+    """
     call, scores = rule_call(rule, batch, time, setting)
-    return timed(call, of_rule(scores.shape[0] * scores.shape[1], rule.num_scores), setting)
+    return timed(call, 0, (4 * FLOAT + 1) * scores.numel(), setting)
 
 
 def rule_call(rule: Rule, batch: int, time: int, setting: Setting) -> tuple[object, Tensor]:
@@ -89,48 +92,49 @@ def rule_call(rule: Rule, batch: int, time: int, setting: Setting) -> tuple[obje
 
 
 def cross_entropy(tokens: int, words: int, d_model: int, setting: Setting) -> Row:
-    """The head's loss with the gradients of its input and its weights, beside other packages'."""
+    """The head's loss with the gradients of its input and its weights, beside other packages'.
+
+    The products are x Wᵀ, dx and dW. x and its gradient are bfloat16, the head and its gradient float32; logits need
+    not leave the chip.
+    """
     x = torch.randn(tokens, d_model, device=setting.device, dtype=setting.dtype, requires_grad=True)
     weight = (torch.randn(words, d_model, device=setting.device) * d_model**-0.5).requires_grad_()
     targets = torch.randint(words, (tokens,), device=setting.device)
 
-    def call() -> None:
-        torch.autograd.grad(linear_cross_entropy(x, weight, targets, SOFTCAP).mean, (x, weight))
+    def gradients_of(loss: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        value = loss(x, weight, targets)
+        return value.detach(), *torch.autograd.grad(value, (x, weight))
 
-    calls: dict[str, Callable[[], object]] = {}
+    ours = functools.partial(gradients_of, lambda *given: linear_cross_entropy(*given, SOFTCAP).mean)
+    calls = {name: functools.partial(gradients_of, loss) for name, loss in HEADS.items()}
     found: Row = {}
-    for name, loss in HEADS.items():
-        peer = functools.partial(gradients_of, loss, x, weight, targets)
+    mine = ours()
+    for name in list(calls):
         try:
-            peers = peer()
+            peers = calls[name]()
         except Exception as failure:  # absent, or no kernel for this device
             found[f"{name}_reason"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-            continue
-        ours = linear_cross_entropy(x, weight, targets, SOFTCAP).mean
-        mine = [ours, *torch.autograd.grad(ours, (x, weight))]
-        found[f"{name}_error"] = max(float((a - b).norm() / b.norm()) for a, b in zip(peers, mine, strict=True))
-        del peers, mine
-        calls[name] = peer
-    return timed(call, of_cross_entropy(tokens, words, d_model), setting, **calls) | found
-
-
-def gradients_of(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """Return a mean loss and the gradients; the head is cast to the dtype of x, as ours is."""
-    value = loss(x, weight.to(x.dtype), targets)
-    return value.detach(), *torch.autograd.grad(value, (x, weight))
+            del calls[name]
+        else:
+            found[f"{name}_error"] = max(float((a - b).norm() / b.norm()) for a, b in zip(peers, mine, strict=True))
+            del peers
+    del mine
+    flops, size = 3 * 2 * tokens * words * d_model, 2 * HALF * tokens * d_model + 2 * FLOAT * words * d_model
+    return timed(ours, flops, size, setting, **calls) | found
 
 
 def _cut(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     from cut_cross_entropy import linear_cross_entropy
 
-    value: Tensor = linear_cross_entropy(x, weight, targets, softcap=SOFTCAP)
+    value: Tensor = linear_cross_entropy(x, weight.to(x.dtype), targets, softcap=SOFTCAP)
     return value
 
 
 def _liger(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    value: Tensor = liger_fused_linear_cross_entropy(x, weight, targets, softcap=SOFTCAP, accum_dtype=torch.float32)
+    head, options = weight.to(x.dtype), {"softcap": SOFTCAP, "accum_dtype": torch.float32}
+    value: Tensor = liger_fused_linear_cross_entropy(x, head, targets, **options)
     return value
 
 
@@ -139,78 +143,46 @@ SOFTCAP = 15.0
 
 
 def attention(shape: tuple[int, int, int, int], setting: Setting) -> Row:
-    """Causal attention (batch, heads, time, head_dim) with its gradients, projections left out."""
+    """Causal attention (batch, heads, time, head_dim) with its gradients, projections left out.
+
+    2 products in forward and 4 in backward, each of 2 · head_dim for every query and each of the (time + 1) / 2 keys
+    that it meets on average, as `flops_per_token` counts. q, k, v and the output once in forward; in backward these
+    four again, the output's gradient and three.
+    """
     q, k, v = (torch.randn(shape, device=setting.device, dtype=setting.dtype, requires_grad=True) for _ in range(3))
     gradient = torch.randn(shape, device=setting.device, dtype=setting.dtype)
-    return timed(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), gradient), of_attention(*shape), setting)
+    flops = 6 * q.numel() * (shape[2] + 1)
+    return timed(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), gradient), flops, (4 + 8) * q.nbytes, setting)
 
 
 def optimizer(preset: str, kind: str, setting: Setting) -> Row:
-    """A step of all parameters of one optimizer, with expert threshold's 16 experts."""
+    """A step of all parameters of one optimizer, with expert threshold's 16 experts.
+
+    Muon's gradient in, momentum and weight in and out; AdamW's gradient in, weight and two moments in and out.
+    """
     with torch.device("meta"):
-        shapes = {n: p.shape for n, p in GPT(config_of(preset, RULES["expert_threshold"], setting)).named_parameters()}
-    config = OptimConfig()
-    groups = make_optimizers(
-        ((n, nn.Parameter(torch.empty(shape, device="meta"))) for n, shape in shapes.items()), config, 768
-    ).groups
-    names = [name for group in groups.values() if group.kind == kind for name in group.parameters]
-    parameters = {name: nn.Parameter(torch.randn(shapes[name], device=setting.device)) for name in names}
+        model = GPT(config_of(preset, RULES["expert_threshold"], setting))
+    groups = make_optimizers(model.named_parameters(), OptimConfig(), 768).groups
+    names = {name for group in groups.values() if group.kind == kind for name in group.parameters}
+    parameters = {
+        name: nn.Parameter(torch.randn(meta.shape, device=setting.device))
+        for name, meta in model.named_parameters()
+        if name in names
+    }
     for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
-    optimizers = make_optimizers(parameters.items(), config, 768)
-    every = list(parameters.values())
-    work = of_muon(every, config.ns_steps) if kind == "muon" else of_adamw(every)
-    return timed(lambda: optimizers.step(0, 100), work, setting)
+    optimizers = make_optimizers(parameters.items(), OptimConfig(), 768)
+    numbers = sum(parameter.numel() for parameter in parameters.values())
+    flops = sum(map(newton_schulz_flops, parameters.values())) if kind == "muon" else 0
+    size = (5 if kind == "muon" else 7) * FLOAT * numbers
+    return timed(lambda: optimizers.step(0, 100), flops, size, setting)
 
 
-def newton_schulz_flops(parameter: Tensor, steps: int) -> int:
+def newton_schulz_flops(parameter: Tensor) -> int:
     """Operations of the products: X Xᵀ, its square, and the polynomial times X, from the smaller side."""
     small, large = sorted(parameter.shape[-2:])
     matrices = parameter.numel() // (small * large)
-    return matrices * steps * (2 * small**2 * large + 2 * small**3 + 2 * small**2 * large)
-
-
-def of_selection(tokens: int, experts: int) -> Work:
-    """Finding the k-th largest score: every float32 score is read. Comparisons do not count."""
-    return Work(0, FLOAT * tokens * experts)
-
-
-def of_rule(tokens: int, experts: int) -> Work:
-    """A rule's forward and backward: scores in, gates and the assignment out, the gates' gradients in, the scores'
-    out.
-    """
-    return Work(0, (4 * FLOAT + 1) * tokens * experts)
-
-
-def of_cross_entropy(tokens: int, vocabulary: int, d_model: int) -> Work:
-    """The head's loss with its gradients: the products x Wᵀ, dx and dW, of 2 · tokens · words · d_model each.
-
-    x and its gradient are bfloat16, the head and its gradient float32; logits need not leave the chip.
-    """
-    flops = 3 * 2 * tokens * vocabulary * d_model
-    return Work(flops, 2 * HALF * tokens * d_model + 2 * FLOAT * vocabulary * d_model)
-
-
-def of_attention(batch: int, heads: int, time: int, head_dim: int) -> Work:
-    """Causal attention with its gradients: 2 products in forward and 4 in backward, each of 2 · head_dim for every
-    query and each of the (time + 1) / 2 keys that it meets on average, as `flops_per_token` counts.
-
-    q, k, v and the output in bfloat16, once in forward; in backward these four again, the output's gradient and three.
-    """
-    pairs = batch * heads * time * (time + 1) / 2
-    return Work(6 * 2 * head_dim * pairs, (4 + 8) * HALF * batch * heads * time * head_dim)
-
-
-def of_muon(parameters: Iterable[Tensor], steps: int) -> Work:
-    """Muon's step: Newton-Schulz's products, `newton_schulz_flops`; gradient in, momentum and weight in and out."""
-    every = list(parameters)
-    flops = sum(newton_schulz_flops(parameter, steps) for parameter in every)
-    return Work(flops, 5 * FLOAT * sum(parameter.numel() for parameter in every))
-
-
-def of_adamw(parameters: Iterable[Tensor]) -> Work:
-    """AdamW's step: gradient in, weight and two moments in and out."""
-    return Work(0, 7 * FLOAT * sum(parameter.numel() for parameter in parameters))
+    return matrices * OptimConfig().ns_steps * (2 * small**2 * large + 2 * small**3 + 2 * small**2 * large)
 
 
 def lines(rows: dict[str, Row]) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from expert_threshold.files import read_json, replace_file
 
 from .setting import Row
 
@@ -23,23 +24,14 @@ def read(folder: Path) -> Row:
     path = folder / FILE
     if not path.exists():
         return {"format": FORMAT, "machine": None, "stages": {}}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        value = None
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
+    value = read_json(path)
+    if value.get("format") != FORMAT:
         raise ValueError(f"{path}: not written by this benchmark, or damaged; remove it, or name another --out")
     return value
 
 
 def write(folder: Path, value: Row) -> None:
-    """Replace the file; readers see the old or the new one, whole."""
-    temporary = folder / f".tmp-{FILE}"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / FILE)
+    replace_file(folder / FILE, json.dumps(value, indent=1).encode())
 
 
 @contextmanager

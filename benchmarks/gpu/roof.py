@@ -22,17 +22,6 @@ class Roof(NamedTuple):
     flops: float
     bytes: float
 
-    def floor(self, flops: float, size: float) -> float:
-        """Return the seconds below which nothing can be that multiplies and moves so much."""
-        return max(flops / self.flops, size / self.bytes)
-
-
-class Work(NamedTuple):
-    """The least work of an operation: FLOPs, and bytes if each input is read once and each output written once."""
-
-    flops: float
-    bytes: float
-
 
 def square(side: int) -> float:
     """Return the FLOPs of a square product: side² outputs, of `side` multiplications and additions each."""
@@ -62,16 +51,19 @@ def under_roof(
     return medians, Roof(square(side) / product, 2 * size / copy)
 
 
-def beside_floor(seconds: float, work: Work, roof: Roof) -> Row:
-    """Return a measured time beside the least that its FLOPs and its bytes need."""
-    floor = roof.floor(*work)
+def beside_floor(seconds: float, flops: float, size: float, roof: Roof) -> Row:
+    """Return a measured time beside the least that these FLOPs and bytes need.
+
+    size: bytes if each input is read once and each output written once.
+    """
+    floor = max(flops / roof.flops, size / roof.bytes)
     return {
         "ms": round(seconds * 1e3, 4),
-        "flops": work.flops,
-        "bytes": work.bytes,
+        "flops": flops,
+        "bytes": size,
         "floor_ms": round(floor * 1e3, 4),
         "over_floor": round(seconds / floor, 3),
-        "bound_by": "FLOPs" if work.flops / roof.flops > work.bytes / roof.bytes else "bytes",
+        "bound_by": "FLOPs" if flops / roof.flops > size / roof.bytes else "bytes",
         **rates(roof),
     }
 

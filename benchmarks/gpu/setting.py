@@ -6,9 +6,8 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import platform
-import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from bare import origin
 from . import ROOT
 
 Row = dict[str, Any]
-OLDEST_TORCH = (2, 11)
 CORE = "correctness; parts; step; training"
 # What is lost without each package, by the name that it is imported by.
 PACKAGES = {
@@ -87,26 +85,33 @@ class Setting(NamedTuple):
         return dry if self.dry else on_gpu
 
 
+def absent(packages: Iterable[str]) -> list[str]:
+    """Return the packages that are not installed."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
+def require(*packages: str) -> None:
+    """Raise NotRunError unless the packages are installed."""
+    if lost := absent(packages):
+        raise NotRunError(f"needs {lost[0]}, which is not installed")
+
+
 def missing() -> list[str]:
     """Return a line for each package that is not installed."""
-    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    return [f"missing: {name}; without it: {PACKAGES[name]}" for name in absent]
-
-
-def torch_too_old() -> str | None:
-    """Return a line if this torch is older than the package needs, else None."""
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if found is None or tuple(map(int, found.groups())) >= OLDEST_TORCH:
-        return None
-    return f"torch {torch.__version__} is too old; install torch>={'.'.join(map(str, OLDEST_TORCH))}"
+    return [f"missing: {name}; without it: {PACKAGES[name]}" for name in absent(PACKAGES)]
 
 
 def card(device: torch.device) -> Row:
     """Return what must be the same in a run that goes on. Sets CUDA up in this process unless on a CPU.
 
-    Two cards of one name are the same, though their bytes of memory differ by host.
+    Two cards of one name are the same, though their bytes of memory differ by host. Raises ValueError without a card.
     """
     cuda = device.type == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise ValueError(
+            f"torch {torch.__version__} sees no CUDA device; --dry-run runs every stage at toy sizes, "
+            "--stages compile needs none"
+        )
     name = torch.cuda.get_device_name(device) if cuda else None
     return {"device": device.type, "gpu": name, "torch": torch.__version__, "cuda": torch.version.cuda}
 
@@ -123,9 +128,8 @@ def code() -> str:
 
 def facts(setting: Setting) -> Row:
     """Return the card, the versions, the code, the commit and the date, for a stage's record."""
-    versions: Row = {}
-    for name in ("triton", "transformers", "numpy"):
-        versions[name] = importlib.metadata.version(name) if importlib.util.find_spec(name) else None
+    packages = ("triton", "transformers", "numpy")
+    versions = {name: None if absent([name]) else importlib.metadata.version(name) for name in packages}
     about = {"python": platform.python_version(), "code": setting.code}
     if setting.cuda:
         properties = torch.cuda.get_device_properties(setting.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from cases import write_text
 
 from . import ROOT
-from .setting import Case, NotRunError, OutOfTimeError, Row, Setting
+from .setting import Case, OutOfTimeError, Row, Setting, require
 
 METHODS = (
     "dense,expert_threshold,token_choice,expert_choice_batch,quantile_balancing,expert_choice_sequence,"
@@ -34,9 +33,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 def compare(setting: Setting) -> Row:
     """Train what is missing. Raises OutOfTimeError if a run was saved before its end."""
-    for package in ("rustbpe", "rich"):
-        if importlib.util.find_spec(package) is None:
-            raise NotRunError(f"needs {package}, which is not installed")
+    require("rustbpe", "rich")
     from expert_threshold.cli import main
 
     folder = setting.out / "training"

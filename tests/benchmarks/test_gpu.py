@@ -168,6 +168,7 @@ def test_cases_of_other_code_run_again_and_with_retry_those_that_failed(tmp_path
 def test_another_host_with_the_same_card_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was refused by its bytes of memory, which differ from host to host."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert card(torch.device("cuda")).keys() == {"device", "gpu", "torch", "cuda"}
 
 
