@@ -41,12 +41,15 @@ def seconds_of(call: Callable[[], object], on: torch.device) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def origin() -> dict[str, str | None]:
-    """Return the date and the commit of the checkout."""
-    command = ["git", "rev-parse", "HEAD"]
+def commit_of(checkout: Path) -> str | None:
+    """Return the commit of a checkout, None without one or without Git."""
+    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-        commit = done.stdout.strip() or None
-    except OSError:  # a machine without Git
-        commit = None
-    return {"date": datetime.date.today().isoformat(), "commit": commit}
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:
+        return None
+
+
+def origin() -> dict[str, str | None]:
+    """Return the date and the commit of this checkout."""
+    return {"date": datetime.date.today().isoformat(), "commit": commit_of(Path(__file__).parent)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,10 +64,6 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> NoR
     except KeyboardInterrupt:
         print(f"{name}: {interrupted}", file=sys.stderr)
         sys.exit(130)
-
-
-def over_seeds(values: list[float]) -> dict[str, float]:
-    return {"mean": statistics.mean(values), "spread": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 
 def machine(on: torch.device = CPU) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from functools import partial
@@ -31,17 +30,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bare import origin
-from common import compute_dtype, machine, over_seeds, positive, run
+from bare import commit_of, origin
+from common import compute_dtype, machine, positive, run
 from rich.console import Console
 from rich.progress import Progress
 
 from expert_threshold.analysis.figures.learning import TOKENS, draw_losses
 from expert_threshold.analysis.page import save_figure
-from expert_threshold.analysis.results import names_with_sizes, sizes
+from expert_threshold.analysis.results import markdown, names_with_sizes, sizes
 from expert_threshold.analysis.sentences import counted
 from expert_threshold.compare.findings import ComparedRun, read_runs
-from expert_threshold.data import DataConfig, Loader, Tokens, open_source, pack, windows
+from expert_threshold.data import Loader, Tokens, open_source, pack, windows
+from expert_threshold.files import replace_file
 from expert_threshold.runs import RunFolder
 
 NANOCHAT = "nanochat"
@@ -55,60 +55,54 @@ Curve = list[tuple[int, float, float]]  # tokens, seconds of training, validatio
 
 
 def curve_of(compared: ComparedRun) -> Curve:
-    """Return the validations of a finished run of ours."""
+    """Return the validations of a finished run of ours, without the seconds of the compiler.
+
+    These are what the first interval of a compiled run took beyond the median of the others; with one interval alone
+    they are not known, and 0.
+    """
     assert compared.result is not None
-    seconds = {r["step"]: r["seconds"] for r in compared.run.metrics.read() if r["split"] == "train"}
-    compiling = seconds_of_compiler(seconds) if compared.config["compiled"] else 0.0
+    compiling = 0.0
+    if compared.config["compiled"]:
+        since = [(0, 0.0), *((r["step"], r["seconds"]) for r in compared.run.metrics.read() if r["split"] == "train")]
+        per_step = [(b - a) / (j - i) for (i, a), (j, b) in pairwise(since)]
+        compiling = max(0.0, (per_step[0] - statistics.median(per_step[1:] or per_step)) * since[1][0])
     points = zip(compared.result.curve, compared.result.clock, strict=True)
     return [(tokens, clock - compiling, loss) for (tokens, loss), clock in points if loss is not None]
 
 
-def seconds_of_compiler(seconds: dict[int, float]) -> float:
-    """Return what the first steps of a compiled run took beyond the median of later ones.
-
-    seconds: since the start, by step. With one interval alone it is not known, and 0.
-    """
-    steps = [0, *seconds]
-    since = [0.0, *seconds.values()]
-    per_step = [(b - a) / (j - i) for (i, j), (a, b) in zip(pairwise(steps), pairwise(since), strict=True)]
-    return max(0.0, (per_step[0] - statistics.median(per_step[1:] or per_step)) * steps[1])
-
-
-def tokens_per_step(folder: RunFolder) -> int:
-    options = folder.config["train"]
-    tokens: int = options["batch_size"] * options["accumulation"] * folder.config["model"]["context"]
+def tokens_per_step(config: dict[str, Any]) -> int:
+    tokens: int = config["train"]["batch_size"] * config["train"]["accumulation"] * config["model"]["context"]
     return tokens
 
 
 def train_nanochat(ours: RunFolder) -> Curve:
     """Train nanochat on the batches of a run of ours and return its validations."""
-    seed, steps = ours.config["train"]["seed"], ours.config["train"]["steps"]
+    options, context = ours.config["train"], ours.config["model"]["context"]
+    seed, steps, parts = options["seed"], options["steps"], options["accumulation"]
     model = nanochat_model(ours.config["model"], seed)
     optimizer = model.setup_optimizer(**RATES)
     forward = torch.compile(model, dynamic=False) if ours.config["compiled"] else model
-    options, corpus, tokenizer = ours.config["train"], open_source(**ours.config["data"]), ours.tokenizer()
-    context = ours.config["model"]["context"]
+    corpus, tokenizer = open_source(**ours.config["data"]), ours.tokenizer()
     loader = Loader(pack(corpus, tokenizer, "train"), options["batch_size"], context, seed)
-    text = pack(corpus, tokenizer, "validation", max_tokens=options["eval_tokens"] and options["eval_tokens"] + context)
-    most = options["eval_tokens"] or len(text)
-    every = options["eval_every"]
+    most = options["eval_tokens"]
+    text = pack(corpus, tokenizer, "validation", max_tokens=most and most + context)
     curve: Curve = []
     seconds: list[float] = []
     with Progress(console=Console(stderr=True)) as progress:
         for step in progress.track(range(steps), description=f"{NANOCHAT}, seed {seed}"):
             start = time.perf_counter()
-            for _ in range(options["accumulation"]):
+            for _ in range(parts):
                 batch = next(loader)
-                (forward(batch.tokens, batch.targets) / options["accumulation"]).backward()
+                (forward(batch.tokens, batch.targets) / parts).backward()
             schedule(optimizer, step, steps)
             optimizer.step()
             model.zero_grad(set_to_none=True)
             seconds.append(time.perf_counter() - start)
-            if (step + 1) % every == 0 or step + 1 == steps:
+            if (step + 1) % options["eval_every"] == 0 or step + 1 == steps:
                 middle = statistics.median(seconds)
                 spent = sum(middle if i < COMPILED_STEPS else value for i, value in enumerate(seconds))
-                loss = validation_loss(model, text, context, options["batch_size"], most)
-                curve.append(((step + 1) * tokens_per_step(ours), spent, loss))
+                loss = validation_loss(model, text, context, options["batch_size"], most or len(text))
+                curve.append(((step + 1) * tokens_per_step(ours.config), spent, loss))
     return curve
 
 
@@ -116,14 +110,9 @@ def nanochat_model(sizes: dict[str, Any], seed: int) -> Any:
     """Return nanochat's model of the same sizes, initialised from the seed."""
     from nanochat.gpt import GPT, GPTConfig
 
-    config = GPTConfig(
-        sequence_len=sizes["context"],
-        vocab_size=sizes["vocab_size"],
-        n_layer=sizes["layers"],
-        n_head=sizes["heads"],
-        n_kv_head=sizes["kv_heads"],
-        n_embd=sizes["d_model"],
-    )
+    names = {"n_layer": "layers", "n_head": "heads", "n_kv_head": "kv_heads", "n_embd": "d_model"}
+    names |= {"sequence_len": "context", "vocab_size": "vocab_size"}
+    config = GPTConfig(**{there: sizes[here] for there, here in names.items()})
     with torch.device("meta"):
         model = GPT(config)
     model.to_empty(device="cpu")
@@ -173,71 +162,51 @@ def reached(curve: Curve, goal: float, axis: int) -> float | None:
 
 
 def summarise(runs: dict[str, list[Curve]]) -> dict[str, Any]:
-    """Return each contestant's last loss and speed, and its distance to nanochat's, over seeds."""
+    """Return each contestant's last loss and speed, and its shares of nanochat's tokens and seconds, over seeds."""
     found: dict[str, Any] = {}
     for name, curves in runs.items():
-        row: dict[str, Any] = {
-            "loss": over_seeds([curve[-1][2] for curve in curves]),
+        found[name] = {
+            "loss": statistics.mean(curve[-1][2] for curve in curves),
             "seconds": statistics.median(curve[-1][1] for curve in curves),
             "tokens_per_second": statistics.median(curve[-1][0] / curve[-1][1] for curve in curves),
         }
-        if NANOCHAT in runs and name != NANOCHAT:
-            theirs = runs[NANOCHAT]
-            pairs = list(zip(curves, theirs, strict=True))
-            if all(a[-1][0] == b[-1][0] for a, b in pairs):
-                row["minus_nanochat"] = over_seeds([a[-1][2] - b[-1][2] for a, b in pairs])
-            for axis, what in enumerate(("tokens", "seconds")):
-                shares = [(reached(a, b[-1][2], axis), b[-1][axis]) for a, b in pairs]
-                values = [mine / whole for mine, whole in shares if mine is not None]
-                row[f"share_of_{what}"] = statistics.median(values) if len(values) == len(shares) else None
-        found[name] = row
+        for axis, what in enumerate(("tokens", "seconds")):
+            pairs = [(reached(a, b[-1][2], axis), b[-1][axis]) for a, b in zip(curves, runs[NANOCHAT], strict=True)]
+            shares = [None if mine is None else mine / whole for mine, whole in pairs]
+            found[name][f"share_of_{what}"] = None if None in shares else statistics.median(shares)  # type: ignore[type-var]
     return found
 
 
 def to_markdown(result: dict[str, Any]) -> str:
     here = result["machine"]
-    spread = lambda found: f" ± {found['spread']:.3f}" if result["seeds"] > 1 else ""  # noqa: E731
-    lines = [
-        f"{result['tokens']:,} tokens of {result['data']}, "
-        f"{counted(result['seeds'], 'seed')}, {result['dtype']}; "
-        f"{here['cpu']}, {counted(here['threads'], 'thread')}, torch {here['torch']}, "
-        f"{result['date']}, commit {str(result['commit'])[:8]}",
-        "",
-        "| | validation loss | minus nanochat | tokens/s | seconds | share of nanochat's tokens | of its seconds |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    head = ["", "validation loss", "tokens/s", "seconds", "share of nanochat's tokens", "of its seconds"]
+    lines = []
     for name, row in result["contestants"].items():
-        less, alone = row.get("minus_nanochat"), "share_of_tokens" not in row
-        shares = [row.get(f"share_of_{what}") for what in ("tokens", "seconds")]
-        cells = [
-            f"{row['loss']['mean']:.3f}" + spread(row["loss"]),
-            "–" if less is None else f"{less['mean']:+.3f}" + spread(less),
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['seconds']:,.0f}",
-            *("–" if alone else "not reached" if share is None else f"{share:.2f}" for share in shares),
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Loss in nats per token, ± its standard deviation over seeds; differences are at equal tokens. Shares are of "
-        "the tokens and seconds that nanochat needs to its last loss: medians over seeds, linear between validations. "
-        "nanochat has its default rates, not scaled by the batch as its script does for its own. The seconds of "
-        "compilers are left out.",
-        "",
-    ]
-    return "\n".join(lines)
+        shares = [row["share_of_tokens"], row["share_of_seconds"]]
+        shown = ["not reached" if share is None else f"{share:.2f}" for share in shares]
+        lines.append([name, f"{row['loss']:.3f}", f"{row['tokens_per_second']:,.0f}", f"{row['seconds']:,.0f}", *shown])
+    return f"""{result["tokens"]:,} tokens of {result["data"]}, {counted(result["seeds"], "seed")}, {result["dtype"]}; \
+{here["cpu"]}, {counted(here["threads"], "thread")}, torch {here["torch"]}, {result["date"]}, \
+commit {str(result["commit"])[:8]}
+
+{markdown(head, lines)}
+Loss in nats per token, the mean over seeds. Shares are of the tokens and seconds that nanochat needs to its last loss:
+medians over seeds, linear between validations. nanochat has its default rates, not scaled by the batch as its script
+does for its own. The seconds of compilers are left out.
+"""
 
 
-def draw(result: dict[str, Any], out: Path) -> None:
+def draw(runs: dict[str, list[Curve]], out: Path) -> None:
     """Draw the losses by tokens and by seconds, means over seeds."""
     for name, axis, label in (("tokens", 0, TOKENS), ("seconds", 1, "seconds of training")):
-        methods = []
-        for contestant, curves in result["runs"].items():
-            points = [
-                [statistics.mean(point[axis] for point in at), statistics.mean(point[2] for point in at)]
-                for at in zip(*curves, strict=True)
-            ]
-            methods.append({"method": contestant, "kind": contestant, "points": points})
+        methods = [
+            {
+                "method": contestant,
+                "kind": contestant,
+                "points": [[statistics.mean(p[i] for p in at) for i in (axis, 2)] for at in zip(*curves, strict=True)],
+            }
+            for contestant, curves in runs.items()
+        ]
         save_figure(partial(draw_losses, {"methods": methods}, label), out / name)
 
 
@@ -251,57 +220,42 @@ def prepare_nanochat(checkout: Path, dtype: torch.dtype) -> None:
     sys.path.append(str(checkout))
 
 
-def commit_of(checkout: Path) -> str | None:
-    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
-
-
-def require_alike(folders: list[RunFolder]) -> None:
-    """Raise ValueError if runs do not see the same tokens in the same batches."""
-    options = [folder.config["model"] | folder.config["train"] | folder.config["corpus"] for folder in folders]
-    names = ("context", "vocab_size", "batch_size", "accumulation", "hash")
-    seen = {tuple(option[name] for name in names) for option in options}
-    if len(seen) > 1:
-        raise ValueError(f"runs differ in context, vocabulary, batch or text: {sorted(seen)}; give them the same")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ours", nargs="+", type=Path, help="folders of et compare")
     parser.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--threads", type=positive)
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     arguments = parser.parse_args()
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads)
     compared = [run for folder in arguments.ours for run in read_runs(folder) if run.result is not None]
     if not compared:
         raise ValueError(f"{arguments.ours[0]}: has no finished run in METHOD/seed_N; name a folder of et compare")
-    require_alike([each.run for each in compared])
+    options = [each.config["model"] | each.config["train"] | each.config["corpus"] for each in compared]
+    alike = ("context", "vocab_size", "batch_size", "accumulation", "hash")
+    if len(seen := {tuple(option[name] for name in alike) for option in options}) > 1:
+        raise ValueError(f"runs differ in context, vocabulary, batch or text: {sorted(seen)}; give them the same")
     dtype = compute_dtype("auto")
     prepare_nanochat(arguments.nanochat, dtype)
     names, _ = names_with_sizes([(each.method, sizes(each.config)) for each in compared])
     runs: dict[str, list[Curve]] = {}
-    longest: dict[int, RunFolder] = {}
     for name, each in zip(names, compared, strict=True):
         runs.setdefault(name, []).append(curve_of(each))
-        first = longest.setdefault(each.seed, each.run)
-        if each.config["train"]["steps"] > first.config["train"]["steps"]:
-            longest[each.seed] = each.run
+    by_length = sorted(compared, key=lambda each: each.config["train"]["steps"])
+    longest = {each.seed: each.run for each in by_length}
     for seed, ours in sorted(longest.items()):
         path = arguments.out / NANOCHAT / f"seed_{seed}.json"
         if not path.exists():
-            curve = train_nanochat(ours)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(curve), encoding="utf-8")
+            replace_file(path, json.dumps(train_nanochat(ours)).encode())
         runs.setdefault(NANOCHAT, []).append(json.loads(path.read_text(encoding="utf-8")))
-    ours = longest[min(longest)]
+    config = by_length[-1].config
     result = {
-        "tokens": ours.config["train"]["steps"] * tokens_per_step(ours),
-        "data": Path(DataConfig(**ours.config["data"]).source).name,
+        "tokens": config["train"]["steps"] * tokens_per_step(config),
+        "data": Path(config["data"]["source"]).name,
         "seeds": len(longest),
         "dtype": str(dtype).removeprefix("torch."),
-        "compiled": ours.config["compiled"],
+        "compiled": config["compiled"],
         "commands": [each.config["command"] for each in compared],
         "nanochat": commit_of(arguments.nanochat),
         **origin(),
@@ -311,7 +265,7 @@ def main() -> None:
     }
     (arguments.out / "speedrun.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (arguments.out / "speedrun.md").write_text(to_markdown(result), encoding="utf-8")
-    draw(result, arguments.out)
+    draw(runs, arguments.out)
     print(to_markdown(result))
 
 
