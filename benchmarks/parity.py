@@ -20,12 +20,13 @@ import importlib
 import json
 import subprocess
 import sys
+import typing
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,44 +61,48 @@ class Found(NamedTuple):
     numbers: dict[str, Tensor]
 
 
-class Source(NamedTuple):
-    """Published code: the repository, the option with its path, and the file."""
+@dataclass(frozen=True)
+class Code:
+    """A file of published code in a repository.
+
+    option: the option with the path of a checkout, or of the file itself; None is the installed transformers. path,
+    version: where it is at hand.
+    """
 
     name: str
     option: str | None
     file: str
+    path: Path | None = None
+    version: str = ""
 
-
-@dataclass
-class Code:
-    """Published code that is at hand, read from a path at a version."""
-
-    path: Path | None
-    version: str
-    file: str
+    def at(self, path: Path | None) -> Code:
+        """Return the code at a path. Raises ValueError with the reason if it is not at hand."""
+        if self.option is None:
+            try:
+                return replace(self, version=importlib.import_module("transformers").__version__)
+            except ImportError:
+                raise ValueError("transformers is not installed") from None
+        flag = f"--{self.option.replace('_', '-')}"
+        if path is None or not path.exists():
+            raise ValueError(f"no {flag}" if path is None else f"{flag} {path} does not exist")
+        version = "text of the pull request" if path.is_file() else git(path, "rev-parse", "HEAD").strip()[:10]
+        return replace(self, path=path, version=version)
 
     def lift(self, *names: str, **surroundings: Any) -> SimpleNamespace:
         """Return the functions and classes of these names, run by themselves among `surroundings`."""
         assert self.path is not None
         whole = self.path.read_text() if self.path.is_file() else git(self.path, "show", f"HEAD:{self.file}")
-        parts: list[ast.stmt] = [
-            node
-            for node in ast.parse(whole).body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names
-        ]
-        missing = set(names) - {getattr(part, "name", None) for part in parts}
-        if missing:
+        every = [node for node in ast.parse(whole).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        parts: list[ast.stmt] = [node for node in every if node.name in names]
+        if missing := set(names) - {node.name for node in every}:
             raise ValueError(f"{self.file} at {self.version} has no {sorted(missing)[0]}")
-        typing = {"Optional": Optional, "Literal": Literal, "Any": Any, "Tensor": Tensor}
-        typing |= {"Tuple": tuple, "Dict": dict, "List": list, "Callable": Callable, "Module": nn.Module}
-        known = {"torch": torch, "F": F, "nn": nn, "dataclass": dataclass, "defaultdict": defaultdict}
-        names_there = typing | known | surroundings
-        exec(compile(ast.Module(parts, []), self.file, "exec"), names_there)
-        return SimpleNamespace(**{name: names_there[name] for name in names})
-
-    def model(self, module: str, name: str) -> Any:
-        """Return a class of the installed transformers."""
-        return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+        known = {
+            name: getattr(typing, name) for name in ("Any", "Callable", "Dict", "List", "Literal", "Optional", "Tuple")
+        }
+        known |= {"torch": torch, "F": F, "nn": nn, "Tensor": Tensor, "Module": nn.Module}
+        known |= {"dataclass": dataclass, "defaultdict": defaultdict} | surroundings
+        exec(compile(ast.Module(parts, []), self.file, "exec"), known)
+        return SimpleNamespace(**{name: known[name] for name in names})
 
 
 def git(path: Path, *arguments: str) -> str:
@@ -107,12 +112,11 @@ def git(path: Path, *arguments: str) -> str:
 Compare = Callable[[Code, Callable[[int], Tensor]], Iterator[tuple[Found, Found]]]
 
 
-@dataclass
-class Comparison:
+class Comparison(NamedTuple):
     """A rule and the code that it is compared with, on several batches."""
 
     rule: str
-    source: Source
+    code: Code
     compare: Compare
     remark: str = ""
 
@@ -120,9 +124,9 @@ class Comparison:
 COMPARISONS: list[Comparison] = []
 
 
-def against(rule: str, source: Source, remark: str = "") -> Callable[[Compare], Compare]:
+def against(rule: str, code: Code, remark: str = "") -> Callable[[Compare], Compare]:
     def enter(compare: Compare) -> Compare:
-        COMPARISONS.append(Comparison(rule, source, compare, remark))
+        COMPARISONS.append(Comparison(rule, code, compare, remark))
         return compare
 
     return enter
@@ -142,6 +146,10 @@ def dense(chosen: Tensor, gates: Tensor, width: int = EXPERTS) -> tuple[Tensor, 
 
 def random_bias(seed: int, width: int = EXPERTS, scale: float = 0.1) -> Tensor:
     return scale * torch.randn(width, generator=torch.Generator().manual_seed(1000 + seed))
+
+
+def transformers_class(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
 
 
 TRANSFORMERS = "huggingface/transformers"
@@ -166,7 +174,7 @@ def against_transformers(model: str) -> None:
 
     def compare(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
         sizes = {"hidden_size": EXPERTS, "num_experts": EXPERTS, "num_local_experts": EXPERTS}
-        router = code.model(module, name)(SimpleNamespace(**sizes, n_routed_experts=EXPERTS, **theirs))
+        router = transformers_class(module, name)(SimpleNamespace(**sizes, n_routed_experts=EXPERTS, **theirs))
         nn.init.eye_(router.weight)  # scores are the hidden states themselves
         for step in range(STEPS):
             bias = torch.zeros(EXPERTS)
@@ -177,22 +185,22 @@ def against_transformers(model: str) -> None:
             assignment, gates = dense(*reversed(router(scores(step))[1:]))
             yield ours(routing), Found(assignment, {"gates": gates})
 
-    source = Source(TRANSFORMERS, None, f"models/{module}/modeling_{module}.py")
-    against(f"token_choice as {model}", source)(compare)
+    published = Code(TRANSFORMERS, None, f"models/{module}/modeling_{module}.py")
+    against(f"token_choice as {model}", published)(compare)
 
 
 for model in PUBLISHED:
     against_transformers(model)
 
 
-@against("null_slots, copy", Source(TRANSFORMERS, None, "models/longcat_flash/modeling_longcat_flash.py"))
+@against("null_slots, copy", Code(TRANSFORMERS, None, "models/longcat_flash/modeling_longcat_flash.py"))
 def longcat(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
     null, slots = 6, 3
     experts = EXPERTS - null
     rule = NullSlots(experts, 2, null_slots=null, slots_per_token=slots, null="copy", gate_scale=2.5)
     config = {"hidden_size": EXPERTS, "num_local_experts": experts, "n_routed_experts": experts}
-    config |= {"zero_expert_num": null, "num_experts_per_tok": slots}
-    router = code.model("longcat_flash", "LongcatFlashTopkRouter")(SimpleNamespace(routed_scaling_factor=2.5, **config))
+    config |= {"zero_expert_num": null, "num_experts_per_tok": slots, "routed_scaling_factor": 2.5}
+    router = transformers_class("longcat_flash", "LongcatFlashTopkRouter")(SimpleNamespace(**config))
     nn.init.eye_(router.classifier.weight)
     for step in range(STEPS):
         bias = random_bias(step, scale=0.02)
@@ -209,7 +217,7 @@ def longcat(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found
 
 @against(
     "null_slots",
-    Source("SkyworkAI/MoE-plus-plus", "moe_plus_plus", "MoE++/moe_plus_plus_layer.py"),
+    Code("SkyworkAI/MoE-plus-plus", "moe_plus_plus", "MoE++/moe_plus_plus_layer.py"),
     "gates differ by definition: over the chosen slots there, over all here; it has constant slots too",
 )
 def moe_plus_plus(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
@@ -223,7 +231,7 @@ def moe_plus_plus(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple
         yield Found(routing.assignment.flatten(0, 1), {}), Found(assignment[:, : rule.num_experts], {})
 
 
-MEGATRON = Source("NVIDIA/Megatron-LM", "megatron", "megatron/core/transformer/moe/moe_utils.py")
+MEGATRON = Code("NVIDIA/Megatron-LM", "megatron", "megatron/core/transformer/moe/moe_utils.py")
 
 
 def megatron_routing(code: Code) -> Any:
@@ -279,7 +287,7 @@ def loss_free(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Fou
 
 @against(
     "token_choice as DeepSeek-V3",
-    Source("pytorch/torchtitan", "torchtitan", "torchtitan/models/common/moe.py"),
+    Code("pytorch/torchtitan", "torchtitan", "torchtitan/models/common/moe.py"),
     "its biases move by sign less the mean of signs, which changes no selection",
 )
 def torchtitan(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
@@ -299,10 +307,10 @@ def torchtitan(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Fo
         yield ours(rule.route(scores(step), BiasState(bias), training=True)), Found(assignment, {"gates": gates})
 
 
-@against("relu", Source("thu-ml/ReMoE", "remoe", "megatron/core/transformer/moe/router.py"))
+@against("relu", Code("thu-ml/ReMoE", "remoe", "megatron/core/transformer/moe/router.py"))
 def remoe(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
     router = code.lift("ReLURouter", Router=object, TransformerConfig=Any).ReLURouter
-    losses = Code(code.path, code.version, "megatron/core/transformer/moe/moe_utils.py")
+    losses = replace(code, file="megatron/core/transformer/moe/moe_utils.py")
     loss = losses.lift("switch_load_balancing_loss_func").switch_load_balancing_loss_func
     rule = ReLU(EXPERTS, 2.0, l1_start=1e-3)
     for step in range(STEPS):
@@ -314,7 +322,7 @@ def remoe(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, 
         yield ours(routing, loss=routing.loss), Found(assignment, {"gates": gates, "loss": l1})
 
 
-@against("top_p", Source("ZhenweiAn/Dynamic_MoE", "dynamic_moe", "modeling/modeling_moe.py"))
+@against("top_p", Code("ZhenweiAn/Dynamic_MoE", "dynamic_moe", "modeling/modeling_moe.py"))
 def top_p(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
     sample = code.lift("top_p_sampling_batched_all_sequence").top_p_sampling_batched_all_sequence
     for p in (0.1, 0.4, 0.9):
@@ -328,7 +336,7 @@ def top_p(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, 
 
 @against(
     "seq_top_k",
-    Source("NVIDIA/Megatron-LM #6208", "seq_top_k", "seqtopk_routing.py"),
+    Code("NVIDIA/Megatron-LM #6208", "seq_top_k", "seqtopk_routing.py"),
     "its selection alone, two functions copied without comments and types; in inference among the tokens so far",
 )
 def seq_top_k(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
@@ -351,7 +359,7 @@ def seq_top_k(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Fou
         yield Found(rule.route(scores(step), rule.init(), training=False).assignment, {}), Found(so_far, {})
 
 
-RELEASE = Source("MasterGodzilla/Expert-Threshold-Routing", "release", "src/models/engines/common.py")
+RELEASE = Code("MasterGodzilla/Expert-Threshold-Routing", "release", "src/models/engines/common.py")
 
 
 def against_release(rule: ExpertThreshold | ExpertChoice) -> Compare:
@@ -407,22 +415,6 @@ for name, of_release in OF_RELEASE.items():
     )
 
 
-def code_of(source: Source, path: Path | None) -> Code:
-    """Return the code at a path. Raises ValueError with the reason if it is not at hand."""
-    if source.option is None:
-        try:
-            version = importlib.import_module("transformers").__version__
-        except ImportError:
-            raise ValueError("transformers is not installed") from None
-        return Code(None, version, source.file)
-    if path is None:
-        raise ValueError(f"no --{source.option.replace('_', '-')}")
-    if not path.exists():
-        raise ValueError(f"--{source.option.replace('_', '-')} {path} does not exist")
-    version = "text of the pull request" if path.is_file() else git(path, "rev-parse", "HEAD").strip()[:10]
-    return Code(path, version, source.file)
-
-
 def make_scores(seed: int) -> Tensor:
     """Return scores (batch, time, experts) without ties, experts of different means and spreads."""
     scores = torch.randn(BATCH, TIME, EXPERTS, generator=torch.Generator().manual_seed(seed))
@@ -449,16 +441,14 @@ def outcome(pairs: Iterator[tuple[Found, Found]]) -> dict[str, Any]:
 
 def compare_all(paths: dict[str, Path | None]) -> list[dict[str, Any]]:
     rows = []
-    for comparison in COMPARISONS:
-        source = comparison.source
-        row: dict[str, Any] = {"rule": comparison.rule, "code": source.name, "file": source.file}
+    for rule, published, compare, remark in COMPARISONS:
+        row: dict[str, Any] = {"rule": rule, "code": published.name, "file": published.file}
         try:
-            code = code_of(source, paths.get(source.option or ""))
+            code = published.at(paths.get(published.option or ""))
         except ValueError as reason:
             rows.append(row | {"left_out": str(reason)})
         else:
-            shown = {"version": code.version, "remark": comparison.remark}
-            rows.append(row | shown | outcome(comparison.compare(code, make_scores)))
+            rows.append(row | {"version": code.version, "remark": remark} | outcome(compare(code, make_scores)))
     return rows
 
 
@@ -483,7 +473,7 @@ are relative to the largest.
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options = sorted({each.source.option for each in COMPARISONS if each.source.option})
+    options = sorted({each.code.option for each in COMPARISONS if each.code.option})
     for option in options:
         parser.add_argument(f"--{option.replace('_', '-')}", type=Path, metavar="PATH")
     parser.add_argument("--out", type=Path, help="folder for results.json and results.md")

@@ -13,19 +13,18 @@ Ends with exit code 1 if a distance is above 1e-5, or a piece is not seen. Not p
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from bare import origin
+from bare import commit_of, origin
 from common import machine, run
-from speedrun import commit_of, nanochat_model, prepare_nanochat
+from speedrun import nanochat_model, prepare_nanochat
 from torch import Tensor
 
+from expert_threshold.analysis.results import markdown
 from expert_threshold.model import GPT, TRUNKS, GPTConfig
 
 NEAR, FAR = 1e-5, 1e-3
@@ -37,29 +36,25 @@ SIZES: dict[str, dict[str, Any]] = {  # windows are of 128 tokens
         "layers": 5, "d_model": 96, "heads": 4, "kv_heads": 2, "vocab_size": 512, "context": 512
     },
 }  # fmt: skip
-NAMES = {  # ours to nanochat's
-    r"^embed\.": "transformer.wte.",
-    r"^head\.": "lm_head.",
-    r"^residual_scalars$": "resid_lambdas",
-    r"^skip_scalars$": "x0_lambdas",
-    r"^smear_scalar$": "smear_lambda",
-    r"^backout_scalar$": "backout_lambda",
-    r"^blocks\.(\d+)\.attention\.value_embed\.": r"value_embeds.\1.",
-    r"^blocks\.(\d+)\.attention\.value_gate\.": r"transformer.h.\1.attn.ve_gate.",
-    r"^blocks\.(\d+)\.attention\.query\.": r"transformer.h.\1.attn.c_q.",
-    r"^blocks\.(\d+)\.attention\.key\.": r"transformer.h.\1.attn.c_k.",
-    r"^blocks\.(\d+)\.attention\.value\.": r"transformer.h.\1.attn.c_v.",
-    r"^blocks\.(\d+)\.attention\.output\.": r"transformer.h.\1.attn.c_proj.",
-    r"^blocks\.(\d+)\.feed_forward\.up\.": r"transformer.h.\1.mlp.c_fc.",
-    r"^blocks\.(\d+)\.feed_forward\.down\.": r"transformer.h.\1.mlp.c_proj.",
-}
+NAMES = {  # ours to nanochat's, part by part
+    "embed.weight": "transformer.wte.weight", "head.weight": "lm_head.weight", "residual_scalars": "resid_lambdas",
+    "skip_scalars": "x0_lambdas", "smear_scalar": "smear_lambda", "backout_scalar": "backout_lambda",
+}  # fmt: skip
+IN_BLOCK = {
+    "attention.value_gate": "attn.ve_gate", "attention.query": "attn.c_q", "attention.key": "attn.c_k",
+    "attention.value": "attn.c_v", "attention.output": "attn.c_proj", "feed_forward.up": "mlp.c_fc",
+    "feed_forward.down": "mlp.c_proj",
+}  # fmt: skip
 
 
 def named_there(name: str) -> str:
     """Return nanochat's name of a parameter of ours."""
-    for pattern, there in NAMES.items():
-        name = re.sub(pattern, there, name)
-    return name
+    if not name.startswith("blocks."):
+        return NAMES.get(name, name)
+    _, block, part = name.removesuffix(".weight").split(".", 2)
+    if part == "attention.value_embed":
+        return f"value_embeds.{block}.weight"
+    return f"transformer.h.{block}.{IN_BLOCK[part]}.weight"
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -111,33 +106,23 @@ def compare(sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    lines = [
-        "# nanochat's trunk beside nanochat's own model",
-        "",
-        f"Made by `benchmarks/parity_trunk.py`, {result['date']}, commit {str(result['commit'])[:8]}, in float32 on "
-        f"{result['machine']['cpu']}, torch {result['machine']['torch']}. nanochat: "
-        f"{result['nanochat'] or 'commit unknown'}, `gpt.py` with the SHA-256 {result['sha256'][:16]}….",
-        f"Largest distances over {SEQUENCES} random sequences, relative to the largest of nanochat's numbers, for "
-        "gradients in the same parameter.",
-        "",
-        "| size | logits | loss | gradients, worst parameter | equal |",
-        "| --- | ---: | ---: | ---: | --- |",
-    ]
+    lines, without = [], []
     for name, found in result["sizes"].items():
         worst = max(found["gradients"], key=found["gradients"].get)
-        cells = f"{found['logits']:.1e} | {found['loss']:.1e} | {found['gradients'][worst]:.1e}, `{worst}`"
-        lines.append(f"| {name} | {cells} | {'yes' if found['equal'] else 'NO'} |")
-    lines += [
-        "",
-        "Distances of the logits with one piece taken away here:",
-        "",
-        f"| size | {' | '.join(f'`{piece}`' for piece in PIECES)} |",
-        f"| --- |{' ---: |' * len(PIECES)}",
-    ]
-    for name, found in result["sizes"].items():
-        cells = " | ".join(f"{found['without'][piece]:.1g}" for piece in PIECES)
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines) + "\n"
+        cells = [f"{found['logits']:.1e}", f"{found['loss']:.1e}", f"{found['gradients'][worst]:.1e}, `{worst}`"]
+        lines.append([name, *cells, "yes" if found["equal"] else "NO"])
+        without.append([name, *(f"{found['without'][piece]:.1g}" for piece in PIECES)])
+    return f"""# nanochat's trunk beside nanochat's own model
+
+Made by `benchmarks/parity_trunk.py`, {result["date"]}, commit {str(result["commit"])[:8]}, in float32 on \
+{result["machine"]["cpu"]}, torch {result["machine"]["torch"]}. nanochat: {result["nanochat"] or "commit unknown"}.
+Largest distances over {SEQUENCES} random sequences, relative to the largest of nanochat's numbers, for gradients in the
+same parameter.
+
+{markdown(["size", "logits", "loss", "gradients, worst parameter", "equal"], lines)}
+Distances of the logits with one piece taken away here:
+
+{markdown(["size", *(f"`{piece}`" for piece in PIECES)], without)}"""
 
 
 def main() -> int:
@@ -147,13 +132,7 @@ def main() -> int:
     given = parser.parse_args()
     prepare_nanochat(given.nanochat, torch.float32)
     found = {name: compare(sizes) for name, sizes in SIZES.items()}
-    result = {
-        "nanochat": commit_of(given.nanochat),
-        "sha256": hashlib.sha256((given.nanochat / "nanochat" / "gpt.py").read_bytes()).hexdigest(),
-        **origin(),
-        "machine": machine(),
-        "sizes": found,
-    }
+    result = {"nanochat": commit_of(given.nanochat), **origin(), "machine": machine(), "sizes": found}
     print(to_markdown(result))
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
