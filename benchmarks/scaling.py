@@ -1,14 +1,15 @@
 """Measures the cost of many ranks: bytes sent, and time on this machine.
 
-    python benchmarks/scaling.py count   [--ranks 2 4] [--layouts replicate expert_parallel] [--json]
-    python benchmarks/scaling.py measure [--ranks 1 2 4] [--json]
-    python benchmarks/scaling.py rows    --run RUN [--json]
+    python benchmarks/scaling.py count   [--ranks 2 4] [--layouts replicate expert_parallel] [--batch-sizes 2 4 8]
+    python benchmarks/scaling.py measure [--ranks 1 2 4] [--layouts …] [--sequences 4]
+    python benchmarks/scaling.py rows    --run RUN
 
 count: bytes that a rank sends in a step, by kind, against the least that has to be sent. An all-reduce of n bytes over
 r ranks counts as 2 n (r - 1) / r, a reduce-scatter or an all-gather as half of it, as the best algorithms send.
 Fails if bytes per token grow with the batch.
 measure: strong scaling, the same step shared out, and weak scaling, the same work for each rank; gloo, on this machine.
 rows: rows that expert parallelism sends, one for each rank with some of a token's experts or one for each expert.
+Each prints a flat JSON object a line.
 """
 
 from __future__ import annotations
@@ -17,42 +18,44 @@ import argparse
 import itertools
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from bare import origin
-from cluster import LAYOUTS, Loads, minimum_bytes, row_bytes
-from common import compute_dtype, machine
+from common import compute_dtype, machine, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expert_threshold.config import RunConfig, resolve
 from expert_threshold.data import Loader, open_source
 from expert_threshold.data.tokens import Tokens
 from expert_threshold.distributed import Parallel, Rendezvous, local_batch, parallelize, process_groups
-from expert_threshold.model import GPT
+from expert_threshold.distributed.rendezvous import launch
+from expert_threshold.model import GPT, GPTConfig, parameter_counts
 from expert_threshold.optim import make_optimizers
+from expert_threshold.routing.observation import observe
 from expert_threshold.train import train_step
 from expert_threshold.train.device import pick_device
 from expert_threshold.train.state import TrainState
 
 Row = dict[str, Any]
+FLOAT32, INT64 = 4, 8  # bytes
+LAYOUTS = ("replicate", "shard", "expert_parallel")
 
 # Who asked for a collective, innermost first: function or file, and the kind of what it sends.
 KINDS = {
     "selection.py": "selection",
     "radix.py": "selection",
-    "pools.py": "selection",
+    "cutoffs.py": "selection",
     "balance.py": "selection",
     "by_count": "counts",
     "expert_parallel.py": "all_to_all",
@@ -126,20 +129,16 @@ def configuration(preset: str, batch_size: int, layout: str, ranks: int, dtype: 
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """One rank: trains for some steps with each batch; the main rank prints what was sent, and seconds, as JSON."""
+    """One rank: trains for some steps with each batch; the main rank writes what was sent, and seconds, as JSON."""
     torch.set_num_threads(1)
     sizes, ranks = arguments.batch_sizes, int(os.environ["WORLD_SIZE"])
     runs = [configuration(arguments.preset, size, arguments.layout, ranks, arguments.dtype) for size in sizes]
-    tokens = text_as_bytes()
-    config = runs[0].train
-    with process_groups(
-        Rendezvous.from_env(), pick_device(config.device), expert_parallel=config.expert_parallel, shard=config.shard,
-        timeout=config.timeout,
-    ) as parallel:  # fmt: skip
-        for run in runs:
-            result = steps_of(run, tokens, parallel, arguments.steps)
-            if parallel.is_main:
-                print(json.dumps(result), flush=True)
+    tokens, config = text_as_bytes(), runs[0].train
+    layout = {"expert_parallel": config.expert_parallel, "shard": config.shard, "timeout": config.timeout}
+    with process_groups(Rendezvous.from_env(), pick_device(config.device), **layout) as parallel:  # type: ignore[arg-type]
+        found = [steps_of(run, tokens, parallel, arguments.steps) for run in runs]
+        if parallel.is_main:
+            arguments.out.write_text(json.dumps(found))
 
 
 def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> Row:
@@ -149,11 +148,17 @@ def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> 
     shards = parallelize(model, run.optim, parallel)
     optimizers = make_optimizers(shards.parameters.items(), run.optim, run.model.d_model)
     local = local_batch(run.train.batch_size, run.train.accumulation, run.model.rule, parallel.world_size)
-    loader = Loader(
-        tokens, local.batch_size, run.model.context, 0, parallel.rank, parallel.world_size, group=parallel.world
-    )
+    place = parallel.rank, parallel.world_size
+    loader = Loader(tokens, local.batch_size, run.model.context, 0, *place, group=parallel.world)
     state = TrainState(model, optimizers, loader, run.train, parallel=parallel, local=local, shards=shards)
-    remote = count_rows(model, parallel.world_size, parallel.rank)
+    remote: list[int] = []  # rows that the tokens would send to other ranks, in each forward of a router
+
+    def count_rows(_module: object, _inputs: object, routing: Any) -> None:
+        owners = routing.assignment.flatten(0, 1).unflatten(1, (parallel.world_size, -1)).any(2)
+        remote.append(int(owners.sum() - owners[:, parallel.rank].sum()))
+
+    for _, moe in model.moe_layers():
+        moe.router.register_forward_hook(count_rows)
     train_step(state)
     train_step(state)
     remote.clear()
@@ -161,12 +166,11 @@ def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> 
     with counter:
         train_step(state)
     rows = sum(remote) / max(len(model.moe_layers()), 1)
-    seconds, processor = [], []
+    seconds = []
     for _ in range(steps):
-        start, spent = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         train_step(state)
         seconds.append(time.perf_counter() - start)
-        processor.append(time.process_time() - spent)
     kinds = sorted(set(KINDS.values()))
     totals = torch.tensor([*(counter.bytes[kind] for kind in kinds), rows], dtype=torch.float64)
     if parallel.world is not None:
@@ -178,68 +182,67 @@ def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> 
         "collectives": dict(counter.collectives),
         "rows": rows,
         "seconds": statistics.median(seconds) if seconds else None,
-        "processor_seconds": statistics.median(processor) if processor else None,
         "tokens": local.batch_size * local.accumulation * run.model.context,
     }
 
 
-def count_rows(model: GPT, ranks: int, rank: int) -> list[int]:
-    """Grows, with every forward of a router, by the rows that the tokens would send to other ranks."""
-    rows: list[int] = []
-
-    def hook(_module: object, _inputs: object, routing: Any) -> None:
-        owners = routing.assignment.flatten(0, 1).unflatten(1, (ranks, -1)).any(2)
-        rows.append(int(owners.sum() - owners[:, rank].sum()))
-
-    for _, moe in model.moe_layers():
-        moe.router.register_forward_hook(hook)
-    return rows
-
-
-def on_ranks(ranks: int, preset: str, layout: str, batch_sizes: Sequence[int], dtype: str, steps: int) -> list[Row]:
-    """Run `rank_main` on that many processes; return what the first one prints for each batch."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, __file__, "rank", "--preset", preset, "--layout", layout, "--dtype", dtype,
-        "--steps", str(steps), "--batch-sizes", *map(str, batch_sizes),
-    ]  # fmt: skip
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": "0"}
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [process.communicate()[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"{ranks} ranks, {layout}: a rank failed; what it said stands above")
-    return [json.loads(line) for line in outputs[0].splitlines()[-len(batch_sizes) :]]
+def on_ranks(given: argparse.Namespace, ranks: int, layout: str, batch_sizes: Sequence[int], steps: int) -> list[Row]:
+    """Run `rank_main` on that many processes; return what it finds for each batch, sequences of all ranks."""
+    with TemporaryDirectory() as folder:
+        options = {
+            "preset": given.preset,
+            "dtype": given.dtype,
+            "layout": layout,
+            "steps": steps,
+            "out": f"{folder}/out",
+        }
+        flags = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        if launch([__file__, "rank", *flags, "--batch-sizes", *map(str, batch_sizes)], ranks):
+            raise ValueError(f"{ranks} ranks, {layout}: a rank failed; what it said stands above")
+        found: list[Row] = json.loads(Path(folder, "out").read_text())
+    return found
 
 
-def dtype_name(name: str) -> str:
-    return str(compute_dtype(name)).removeprefix("torch.")
+def minimum_bytes(run: RunConfig, layout: str, ranks: int, rows: float, itemsize: int) -> dict[str, float]:
+    """Bytes that a rank has to send in a step, by kind; rows: of all its tokens, to other ranks, in one layer.
+
+    Every gradient is summed once and every weight brought back once, as float32; what is sharded is gathered twice, in
+    the compute dtype. Of selection no minimum is known.
+    """
+    config, share = run.model, (ranks - 1) / ranks
+    counts = parameter_counts(config)
+    whole = counts["total"] * FLOAT32 * share
+    if layout == "expert_parallel":
+        whole -= counts["routed_experts"] * FLOAT32 * share
+    gathered = 2 * counts["total"] * itemsize * share if layout == "shard" else whole
+    least = {"gradients": whole, "weights": gathered}
+    if config.rule is not None:
+        layers, nothing = config.layers - config.dense_layers, torch.zeros(1, 1, config.rule.num_experts)
+        observed = observe(nothing, nothing > 0, target=0).tensors().values()
+        least["observations"] = 2 * share * layers * sum(tensor.nbytes for tensor in observed)
+        if layout == "expert_parallel":
+            least["all_to_all"] = layers * rows * row_bytes(config, ranks, itemsize)
+            least["counts"] = layers * (ranks - 1) * INT64
+    return least
 
 
-def count(arguments: argparse.Namespace) -> Iterator[Row]:
-    """A line for each kind, layout, number of ranks and batch. Raises SystemExit if bytes per token grow."""
-    itemsize = compute_dtype(arguments.dtype).itemsize
-    for ranks, layout in itertools.product(arguments.ranks, arguments.layouts):
+def row_bytes(config: GPTConfig, owners: int, itemsize: int) -> int:
+    """A row out and back, and its gradients likewise; out and, as gradients, back, it has its gates with it."""
+    assert config.rule is not None
+    return 4 * config.d_model * itemsize + 2 * config.rule.num_experts // owners * FLOAT32
+
+
+def count(given: argparse.Namespace) -> Iterator[Row]:
+    """A line for each kind, layout, number of ranks and batch. Raises ValueError if bytes per token grow."""
+    dtype = compute_dtype(given.dtype)
+    for ranks, layout in itertools.product(given.ranks or [2, 4], given.layouts):
         per_token: dict[str, float] = {}
-        sizes = [size * ranks for size in arguments.batch_sizes]
-        for size, found in zip(
-            sizes, on_ranks(ranks, arguments.preset, layout, sizes, arguments.dtype, 0), strict=True
-        ):
-            run = configuration(arguments.preset, size, layout, ranks, arguments.dtype)
-            least = minimum_bytes(run, layout, ranks, ranks, found["rows"], itemsize)
-            least.pop("selection", None)  # no smaller way is known, and none proven impossible
+        sizes = [size * ranks for size in given.batch_sizes]
+        for size, found in zip(sizes, on_ranks(given, ranks, layout, sizes, 0), strict=True):
+            run = configuration(given.preset, size, layout, ranks, given.dtype)
+            least = minimum_bytes(run, layout, ranks, found["rows"], dtype.itemsize)
             if found["other"]:
-                raise SystemExit(f"{found['other']} bytes were sent by nobody known; add it to KINDS")
+                raise ValueError(f"{found['other']} bytes were sent by nobody known; add it to KINDS")
             for kind, sent_bytes in found["bytes"].items():
                 if not sent_bytes and not least.get(kind):
                     continue
@@ -247,106 +250,82 @@ def count(arguments: argparse.Namespace) -> Iterator[Row]:
                 # How many experts tokens choose varies from batch to batch, so rows are compared with rows.
                 cost = sent_bytes / found["rows"] if kind == "all_to_all" else mean
                 if cost > per_token.get(kind, cost) * 1.001:
-                    raise SystemExit(f"{layout}, {ranks} ranks: {kind} takes more bytes per token in a larger batch")
+                    raise ValueError(f"{layout}, {ranks} ranks: {kind} takes more bytes per token in a larger batch")
                 per_token[kind] = cost
-                yield (
-                    {
-                        "what": "bytes", "preset": arguments.preset, "layout": layout, "ranks": ranks,
-                        "tokens_per_rank": found["tokens"], "dtype": dtype_name(arguments.dtype), "kind": kind,
-                        "bytes": round(sent_bytes), "minimum": round(least[kind]) if kind in least else None,
-                        "ratio": round(sent_bytes / least[kind], 4) if least.get(kind) else None,
-                        "bytes_per_token": round(mean, 2), "collectives": found["collectives"].get(kind, 0),
-                    }
-                )  # fmt: skip
-
-
-def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Tokens a second by the clock, and by the time that processors were at work for the rank."""
-    for layout in arguments.layouts:
-        base: dict[str, dict[str, float]] = {}
-        for ranks in arguments.ranks:
-            sizes = {"strong": max(arguments.ranks) * arguments.sequences, "weak": arguments.sequences * ranks}
-            results = on_ranks(ranks, arguments.preset, layout, list(sizes.values()), arguments.dtype, arguments.steps)
-            for scaling, found in zip(sizes, results, strict=True):
-                tokens = found["tokens"] * ranks
-                rates = {
-                    "tokens_per_second": tokens / found["seconds"],
-                    "tokens_per_processor_second": tokens / (ranks * found["processor_seconds"]),
-                }
-                clock, processor = (rate / base.setdefault(scaling, rates)[name] for name, rate in rates.items())
+                minimum = least.get(kind)
                 yield {
-                    "what": "scaling", "scaling": scaling, "preset": arguments.preset, "layout": layout, "ranks": ranks,
-                    "tokens_per_step": tokens, "dtype": dtype_name(arguments.dtype),
-                    **{name: round(rate, 1) for name, rate in rates.items()}, "speedup": round(clock, 3),
-                    "processor_efficiency": round(processor, 3), "steps": arguments.steps, "cores": os.cpu_count(),
-                    "load_average": round(os.getloadavg()[0], 1),
+                    "what": "bytes", "preset": given.preset, "layout": layout, "ranks": ranks,
+                    "tokens_per_rank": found["tokens"], "dtype": str(dtype).removeprefix("torch."), "kind": kind,
+                    "bytes": round(sent_bytes), "minimum": minimum and round(minimum),
+                    "ratio": minimum and round(sent_bytes / minimum, 4),
+                    "bytes_per_token": round(mean, 2), "collectives": found["collectives"].get(kind, 0),
                 }  # fmt: skip
 
 
-def recorded(run: Path) -> Loads:
-    """Return the last training record of a run's metrics. Raises SystemExit if it has no experts."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    last = [line for line in lines if line["split"] == "train"][-1]
-    if not last["layers"]:
-        raise SystemExit(f"--run {run} has no experts; give a run that has")
-    return Loads([layer["usage"] for layer in last["layers"].values()])
+def measure(given: argparse.Namespace) -> Iterator[Row]:
+    """Tokens a second, and over those of the fewest ranks."""
+    every, dtype = given.ranks or [1, 2, 4], str(compute_dtype(given.dtype)).removeprefix("torch.")
+    for layout in given.layouts:
+        base: dict[str, float] = {}
+        for ranks in every:
+            sizes = {"strong": max(every) * given.sequences, "weak": given.sequences * ranks}
+            results = on_ranks(given, ranks, layout, list(sizes.values()), given.steps)
+            for scaling, found in zip(sizes, results, strict=True):
+                tokens = found["tokens"] * ranks
+                rate = tokens / found["seconds"]
+                yield {
+                    "what": "scaling", "scaling": scaling, "preset": given.preset, "layout": layout, "ranks": ranks,
+                    "tokens_per_step": tokens, "dtype": dtype, "tokens_per_second": round(rate, 1),
+                    "speedup": round(rate / base.setdefault(scaling, rate), 3), "steps": given.steps,
+                    "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 1),
+                }  # fmt: skip
 
 
-def rows(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Bytes of a token of d12 out and back, in bfloat16, its gradients too: by rank, gates included, and by expert."""
-    loads, config = recorded(arguments.run), resolve("d12").model
+def rows(given: argparse.Namespace) -> Iterator[Row]:
+    """Bytes of a token of d12 out and back, in bfloat16, its gradients too: by rank, gates included, and by expert.
+
+    Loads are spread as in the run's last training record, and experts chosen independently.
+    """
+    lines = map(json.loads, (given.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    layers = [line for line in lines if line["split"] == "train"][-1]["layers"].values()
+    if not layers:
+        raise ValueError(f"--run {given.run} has no experts; give a run that has")
+    usage, config = np.array([layer["usage"] for layer in layers]), resolve("d12").model  # (layers, experts)
     for fanout, owners in itertools.product((0.5, 1, 2, 4, 8), (2, 4, 8, 16)):
-        scaled = loads.at(fanout)
-        by_rank = 2 * scaled.rows_per_token(owners) * sum(row_bytes(config, owners, 2, gates=g) for g in (True, False))
-        by_expert = 4 * scaled.pairs_per_token(owners) * row_bytes(config, owners, 2, gates=False)
-        yield (
-            {
-                "what": "rows", "fanout": fanout, "owners": owners, "bytes_by_rank": round(by_rank),
-                "bytes_by_expert": round(by_expert), "ratio": round(by_rank / by_expert, 4),
-                "owner_spread": round(scaled.spread(owners), 4),
-            }
-        )  # fmt: skip
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("count", "measure", "rows", "rank"):
-        command = commands.add_parser(name)
-        if name in ("count", "measure", "rank"):
-            command.add_argument("--preset", default="quickstart")
-            command.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-        if name in ("count", "measure"):
-            command.add_argument("--ranks", type=int, nargs="+", default=[2, 4] if name == "count" else [1, 2, 4])
-            command.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-        if name == "count":
-            command.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 4, 8], help="sequences of a rank")
-        if name == "measure":
-            command.add_argument("--sequences", type=int, default=4, help="of a rank, where there are most of them")
-        if name in ("measure", "rank"):
-            command.add_argument("--steps", type=int, default=10)
-        if name == "rank":
-            command.add_argument("--layout", choices=LAYOUTS)
-            command.add_argument("--batch-sizes", type=int, nargs="+", help="sequences of all ranks")
-        if name == "rows":
-            command.add_argument("--run", type=Path, required=True, help="whose recorded loads are taken")
-        command.add_argument("--json", action="store_true", help="one flat JSON object a line")
-    return parser.parse_args()
+        scaled = np.minimum(usage * fanout / usage.sum(1).mean(), 1)
+        elsewhere = (owners - 1) / owners
+        met = 1 - (1 - scaled.reshape(len(scaled), owners, -1)).prod(2)  # a token has some of the owner's experts
+        by_rank = met.sum(1).mean() * elsewhere * row_bytes(config, owners, 2)
+        by_expert = scaled.sum(1).mean() * elsewhere * 4 * config.d_model * 2
+        yield {
+            "what": "rows", "fanout": fanout, "owners": owners, "bytes_by_rank": round(by_rank),
+            "bytes_by_expert": round(by_expert), "ratio": round(by_rank / by_expert, 4),
+        }  # fmt: skip
 
 
 def main() -> None:
-    arguments = parse()
-    if arguments.command == "rank":
-        rank_main(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["count", "measure", "rows", "rank"])
+    parser.add_argument("--preset", default="quickstart")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--ranks", type=int, nargs="+")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 4, 8], help="sequences of a rank, for count")
+    parser.add_argument("--sequences", type=int, default=4, help="of a rank, where there are most of them, for measure")
+    parser.add_argument("--steps", type=int, default=10, help="that are timed, for measure")
+    parser.add_argument("--run", type=Path, help="whose recorded loads are taken, for rows")
+    for of_rank in ("--layout", "--out"):  # of one rank
+        parser.add_argument(of_rank, type=Path if of_rank == "--out" else str, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.command == "rank":
+        rank_main(given)
         return
-    lines = {"count": count, "measure": measure, "rows": rows}[arguments.command](arguments)
-    here = origin() | (machine() if arguments.command in ("count", "measure") else {})
-    for line in lines:
-        if arguments.json:
-            print(json.dumps(line | here), flush=True)
-        else:
-            print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
+    if given.command == "rows" and given.run is None:
+        parser.error("rows needs --run RUN")
+    here = origin() | (machine() if given.command != "rows" else {})
+    for line in {"count": count, "measure": measure, "rows": rows}[given.command](given):
+        print(json.dumps(line | here), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
