@@ -5,11 +5,10 @@
 A batch of one is bound by reading weights. `read_ms` is the time to read as many bytes as one token's weights have:
 those every token meets and those of the experts it was sent to, counted while decoding; the fastest of a sum, a maximum
 and a matrix-vector product over a buffer of so many bytes of float32, whatever the model's dtype, since torch's
-operations on bfloat16 are bound by converting. `read_scaling` is the time for twice the bytes over it: near 2 it was
-bound by bytes, near 1 by the call. `ratio_to_reading` is the median over interleaved repetitions of the time per
-decoded token over `read_ms`; `over_operations` that of the same without the kernel, by torch's operations, over the
-kernel's. Weights are random and cutoffs settled, so that loads are near their target. The vocabulary is `--vocab-size`,
-not the preset's.
+operations on bfloat16 are bound by converting. `ratio_to_reading` is the median over interleaved repetitions of the
+time per decoded token over `read_ms`; `over_operations` that of the same without the kernel, by torch's operations,
+over the kernel's. Weights are random and cutoffs settled, so that loads are near their target. The vocabulary is
+`--vocab-size`, not the preset's.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from unittest import mock
 
 import torch
 from common import compute_dtype, machine, options, positive, time_interleaved
-from torch import Tensor
 
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import Step, decoder, generate
@@ -43,13 +41,6 @@ def settled_model(preset: str, vocab_size: int, dtype: torch.dtype) -> GPT:
         for _ in range(20):
             model.update_rules(model(torch.randint(vocab_size, (4, 256))).observations)
     return model.eval()
-
-
-def readers(size: int, columns: int) -> dict[str, Callable[[], Tensor]]:
-    """Ways to read `size` bytes once."""
-    buffer = torch.randn(max(size // 4 // columns, 1), columns)
-    x = torch.randn(columns)
-    return {"sum": buffer.sum, "max": buffer.amax, "product": lambda: buffer @ x}
 
 
 def measure(
@@ -75,25 +66,21 @@ def measure(
     idle = counts["routed_experts"] * (1 - fanout / NUM_EXPERTS)
     numbers = round(counts["total"] - counts["embedding"] - idle)
 
-    calls = {
+    size = numbers * dtype.itemsize
+    buffer, x = torch.randn(max(size // 4 // config.d_model, 1), config.d_model), torch.randn(config.d_model)
+    readers: dict[str, Callable[[], object]] = {"sum": buffer.sum, "max": buffer.amax, "product": lambda: buffer @ x}
+    calls = readers | {
         "decode": lambda: decode(tokens),
         "first": lambda: decode(1),
         "operations": lambda: by_operations(tokens),
         "operations_first": lambda: by_operations(1),
     }
-    size = numbers * dtype.itemsize
-    for times_as_many in (1, 2):
-        ways = readers(times_as_many * size, config.d_model)
-        calls |= {f"{way} {times_as_many}": reader for way, reader in ways.items()}
     times = time_interleaved(calls, repeats)
     token, operations = (
         [(a - b) / (tokens - 1) for a, b in zip(times[all_], times[first], strict=True)]
         for all_, first in (("decode", "first"), ("operations", "operations_first"))
     )
-    read, read_twice = (
-        [min(ways) for ways in zip(*(times[f"{way} {n}"] for way in ("sum", "max", "product")), strict=True)]
-        for n in (1, 2)
-    )
+    read = [min(ways) for ways in zip(*(times[way] for way in readers), strict=True)]
     return {
         "preset": preset,
         "d_model": config.d_model,
@@ -106,7 +93,6 @@ def measure(
         "token_ms": round(statistics.median(token) * 1e3, 3),
         "read_ms": round(statistics.median(read) * 1e3, 3),
         "read_gb_per_second": round(size / statistics.median(read) / 1e9, 1),
-        "read_scaling": round(statistics.median(b / a for a, b in zip(read, read_twice, strict=True)), 2),
         "ratio_to_reading": round(statistics.median(a / b for a, b in zip(token, read, strict=True)), 3),
         "kernel": decoder.library() is not None,
         "operations_token_ms": round(statistics.median(operations) * 1e3, 3),

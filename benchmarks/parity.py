@@ -1,12 +1,13 @@
-"""Compares routing rules with their published code on the same random scores.
+"""Compares routing rules with their published code on the same random scores, and nanochat's trunk with nanochat.
 
     python benchmarks/parity.py --out docs/results/parity --megatron ../Megatron-LM --torchtitan ../torchtitan \
         --remoe ../ReMoE --dynamic-moe ../Dynamic_MoE --moe-plus-plus ../MoE-plus-plus \
-        --release ../Expert-Threshold-Routing
+        --release ../Expert-Threshold-Routing --nanochat ../nanochat
 
-Each path is a checkout or a bare repository; files are read at its HEAD. What has no path is left out. Only the
-functions that route are taken from a file, since most packages cannot be imported without a GPU. transformers is the
-installed package. --seq-top-k names a file with the functions of Megatron-LM's pull request #6208, which is not merged.
+Each path is a checkout or, but for nanochat, a bare repository; files are read at its HEAD. What has no path is left
+out. Only the functions that route are taken from a file, since most packages cannot be imported without a GPU.
+transformers is the installed package. --seq-top-k names a file with the functions of Megatron-LM's pull request #6208,
+which is not merged.
 
 An assignment must be equal in every pair, numbers (gates, losses, the next step's biases, prices or cutoffs) to
 within a relative 1e-5. Ends with exit code 1 if one is not. Not part of CI.
@@ -31,9 +32,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from speedrun import nanochat_model, prepare_nanochat
 from torch import Tensor, nn
 
 from expert_threshold.analysis.results import markdown
+from expert_threshold.model import GPT, TRUNKS, GPTConfig
 from expert_threshold.routing import (
     BiasState,
     ExpertChoice,
@@ -415,6 +418,79 @@ for name, of_release in OF_RELEASE.items():
     )
 
 
+# nanochat's trunk: the whole model on the same weights.
+
+NANOCHAT = Code("karpathy/nanochat", "nanochat", "nanochat/gpt.py")
+TRUNK_SIZES: dict[str, dict[str, Any]] = {  # windows are of 128 tokens
+    "4 layers": {"layers": 4, "d_model": 128, "heads": 2, "kv_heads": 2, "vocab_size": 4096, "context": 256},
+    "5 layers, grouped queries": {
+        "layers": 5, "d_model": 96, "heads": 4, "kv_heads": 2, "vocab_size": 512, "context": 512
+    },
+}  # fmt: skip
+NAMES = {  # ours to nanochat's, part by part
+    "embed.weight": "transformer.wte.weight", "head.weight": "lm_head.weight", "residual_scalars": "resid_lambdas",
+    "skip_scalars": "x0_lambdas", "smear_scalar": "smear_lambda", "backout_scalar": "backout_lambda",
+}  # fmt: skip
+IN_BLOCK = {
+    "attention.value_gate": "attn.ve_gate", "attention.query": "attn.c_q", "attention.key": "attn.c_k",
+    "attention.value": "attn.c_v", "attention.output": "attn.c_proj", "feed_forward.up": "mlp.c_fc",
+    "feed_forward.down": "mlp.c_proj",
+}  # fmt: skip
+
+
+def named_there(name: str) -> str:
+    """Return nanochat's name of a parameter of ours."""
+    if not name.startswith("blocks."):
+        return NAMES.get(name, name)
+    _, block, part = name.removesuffix(".weight").split(".", 2)
+    if part == "attention.value_embed":
+        return f"value_embeds.{block}.weight"
+    return f"transformer.h.{block}.{IN_BLOCK[part]}.weight"
+
+
+def against_nanochat(sizes: dict[str, Any]) -> Compare:
+    """Compare logits, loss and gradients in float32; all weights are random, none zero."""
+
+    def compare(code: Code, _scores: object) -> Iterator[tuple[Found, Found]]:
+        assert code.path is not None
+        prepare_nanochat(code.path, torch.float32)
+        config = GPTConfig(rule=None, d_feed_forward=4 * sizes["d_model"], **sizes, **TRUNKS["nanochat"])
+        theirs: Any = nanochat_model(vars(config), seed=0)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for weight in theirs.parameters():
+                weight.normal_(0, 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5)
+            theirs.resid_lambdas.add_(1)  # as in no plain trunk
+        ours: Any = GPT(config)
+        weights = {name: theirs.state_dict()[named_there(name)] for name in ours.state_dict()}
+        assert len(weights) == len(theirs.state_dict()), "a weight of nanochat's has no name here"
+        ours.load_state_dict(weights)
+        tokens, targets = torch.randint(config.vocab_size, (2, 2, config.context))
+        expected = theirs(tokens)
+        theirs(tokens, targets).backward()
+        loss = ours(tokens, targets).loss
+        loss.backward()
+        none = torch.zeros(0, dtype=torch.bool)
+        gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+        for name, parameter in ours.named_parameters():
+            yield Found(none, {"gradients": parameter.grad}), Found(none, {"gradients": gradients[named_there(name)]})
+        found = {"logits": ours(tokens).logits, "loss": loss}
+        yield Found(none, found), Found(none, {"logits": expected, "loss": theirs(tokens, targets)})
+        for piece in TRUNKS["nanochat"]:  # a comparison that would not see a piece proves nothing
+            without = GPT(replace(config, **{piece: TRUNKS["paper"][piece]}))
+            without.load_state_dict({name: weights[name] for name in without.state_dict()})
+            far = float(((without(tokens).logits - expected).abs().max() / expected.abs().max()).detach())
+            assert far > 1e-3, f"logits without {piece} are within {far:.1g}"
+
+    return compare
+
+
+for size, of_trunk in TRUNK_SIZES.items():
+    against(f"nanochat's trunk, {size}", NANOCHAT, "the whole model; without any one piece logits differ by over 1e-3")(
+        against_nanochat(of_trunk)
+    )
+
+
 def make_scores(seed: int) -> Tensor:
     """Return scores (batch, time, experts) without ties, experts of different means and spreads."""
     scores = torch.randn(BATCH, TIME, EXPERTS, generator=torch.Generator().manual_seed(seed))
@@ -432,8 +508,10 @@ def outcome(pairs: Iterator[tuple[Found, Found]]) -> dict[str, Any]:
         found["pairs"] += int(theirs.assignment.sum())
         found["differing"] += int((mine.assignment != theirs.assignment).sum())
         for name, expected in theirs.numbers.items():
-            scale = expected.abs().max().clamp(min=1e-30)
-            distance = float((mine.numbers[name] - expected).detach().abs().max() / scale)
+            expected = expected.detach()
+            distance = float(
+                (mine.numbers[name].detach() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+            )
             apart[name] = max(apart.get(name, 0.0), distance)
     equal = not found["differing"] and all(distance <= 1e-5 for distance in apart.values())
     return found | {"equal": equal, "apart": apart}

@@ -10,6 +10,7 @@ operations replaced, both right; SonicMoE's was not run.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import os
 from collections.abc import Callable
@@ -103,7 +104,7 @@ class Case:
     def _reference(self, gates: Tensor, dense_gates: Callable[[Tensor], Tensor], assignment: Tensor) -> Outcome:
         """Computes the definition in float32."""
         x, gates = (t.detach().float().requires_grad_() for t in (self.x, gates))
-        experts = as_float32(self.weights).requires_grad_(self.shape.experts <= ALL_GRADIENTS)
+        experts = copy.deepcopy(self.weights).float().requires_grad_(self.shape.experts <= ALL_GRADIENTS)
         leaves = {"x": x, "gates": gates}
         if experts.up.requires_grad:
             leaves |= {"up": experts.up, "down": experts.down}
@@ -127,15 +128,6 @@ class Case:
     def top_k(self, forward: Callable[[], Tensor], **leaves: Tensor) -> Entry:
         loads = self.top.flatten().bincount(minlength=self.shape.experts)
         return Entry(forward, {"x": self.x} | leaves, self.of_top_k, loads, self.shape.width)
-
-
-def as_float32(experts: Experts) -> Experts:
-    """A copy."""
-    count, width, d_model = experts.up.shape
-    with experts.up.device:
-        copy = Experts(count, d_model, width, "relu2" if experts.gate is None else "swiglu")
-    copy.load_state_dict(experts.state_dict())
-    return copy
 
 
 class PlainFeedForward(nn.Module):
@@ -310,7 +302,7 @@ def sonicmoe(case: Case) -> Entry:
     with case.device:
         experts = Experts(shape.experts, shape.d_model, width, "swiglu").to(case.dtype)
     up = torch.stack((experts.gate, experts.up), 2).flatten(1, 2).detach().requires_grad_()  # rows of both in turn
-    gates, exact, x = case.gates(), as_float32(experts), case.x.detach().float().requires_grad_()
+    gates, exact, x = case.gates(), copy.deepcopy(experts).float(), case.x.detach().float().requires_grad_()
     exact_gates = case.gates()
     leaves = {"x": x, "gates": exact_gates, "down": exact.down}
     expected = case.outcome(lambda: reference(x, exact_gates, case.assignment, exact), leaves)

@@ -17,16 +17,11 @@ from .record import Record
 from .setting import Case, NotRunError, OutOfTimeError, Row, Setting, facts
 from .stages import STAGES, module_of
 
-GRACE = 20.0
-"""Seconds beyond its share that a stage may take to end the case that it is at; then it is stopped."""
-PATIENCE = 8.0
-"""Seconds that a process has to end after SIGTERM."""
-LEAST = 8.0
-"""Seconds without which no stage is started."""
-RESTARTS = 8
-"""Number of times a stage is restarted after its process dies."""
-LOST_DEVICE = 75
-"""Exit code after an error that leaves CUDA unusable in this process; the cases that follow need a new one."""
+GRACE = 20.0  # seconds beyond its share that a stage may take to end the case that it is at; then it is stopped
+PATIENCE = 8.0  # seconds that a process has to end after SIGTERM
+LEAST = 8.0  # seconds without which no stage is started
+RESTARTS = 8  # times that a stage is restarted after its process dies
+LOST_DEVICE = 75  # exit code after an error that leaves CUDA unusable in this process; the next cases need another
 BROKEN = ("CUDA error", "illegal memory access", "device-side assert", "unspecified launch failure")
 
 
@@ -91,7 +86,7 @@ def _run_stage(stage: str, setting: Setting, end: float, context: BaseContext) -
 def work(stage: str, setting: Setting) -> None:
     """Run the cases of a stage that are not recorded yet, until its time is up."""
     if setting.dry or stage == "compile":
-        interpreted = STAGES[stage].interpreted and "triton" not in sys.modules
+        interpreted = stage != "compile" and "triton" not in sys.modules
         os.environ["TRITON_INTERPRET"] = "1" if interpreted else "0"
     # For determinism; read when cuBLAS starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -113,21 +108,20 @@ def run_case(record: Record, case: Case, setting: Setting) -> None:
     """Run one case and record its row, or why there is none."""
     record.start(case.name)
     start = time.perf_counter()
-    row: Row
+    status, row = "measured", Row()
     try:
-        status, row = "measured", case.run()
+        row = case.run()
     except OutOfTimeError as reason:
         status, row = "not run", {"reason": str(reason)}
     except NotRunError as reason:
         status, row = "unavailable", {"reason": str(reason)}
     except Exception as failure:  # of whatever kind: the others go on
-        text = " ".join(str(failure).split())[:300]
-        status = "failed"
+        status, text = "failed", " ".join(str(failure).split())[:300]
         row = {"reason": f"{type(failure).__name__}: {text}", "traceback": traceback.format_exc().splitlines()[-12:]}
     taken = round(time.perf_counter() - start, 3)
     record.put(case.name, status, {"seconds": taken, **row})
     left = "" if setting.dry else f"{max(setting.left, 0):4.0f} s left  "
-    reason_line = f": {row['reason']}" if "reason" in row else ""
-    print(f"  {left}{case.name}: {status}, {taken:.1f} s{reason_line}", flush=True)
+    why = f": {row['reason']}" if "reason" in row else ""
+    print(f"  {left}{case.name}: {status}, {taken:.1f} s{why}", flush=True)
     if status == "failed" and not setting.dry and any(words in row["reason"] for words in BROKEN):
         sys.exit(LOST_DEVICE)

@@ -28,7 +28,6 @@ class Entry(NamedTuple):
 
     share: float
     help: str
-    interpreted: bool = True  # in a dry run Triton's kernels run in its interpreter
 
 
 STAGES = {
@@ -39,9 +38,7 @@ STAGES = {
     "step": Entry(1.6, "a whole step of d12 and d20 by dispatch: tokens/s and MFU, eager, captured, compiled"),
     "training": Entry(2.0, "small runs of every method with the same seeds"),
     "decoding": Entry(0.5, "one sequence and 64, beside reading the active weights once"),
-    "compile": Entry(
-        0.5, "registers, spills and shared memory for sm_80, sm_90, sm_100; needs no card", interpreted=False
-    ),
+    "compile": Entry(0.5, "registers, spills and shared memory for sm_80, sm_90, sm_100; needs no card"),
 }
 NEEDS_NO_CARD = ("compile",)
 
@@ -60,24 +57,18 @@ def summarise(folder: Path) -> str:
     facts = found[0].facts
     where = facts["gpu"] or "CPU, toy sizes: these numbers mean nothing"
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "cuda", "triton") if facts.get(name))
-    origin = f"commit {str(facts['commit'])[:9]}, {facts['date']}"
-    return (
-        "\n".join([f"# {where}", "", f"{versions}; {origin}", *(line for r in found for line in about(r, facts))])
-        + "\n"
-    )
+    lines = [f"# {where}", "", f"{versions}; commit {str(facts['commit'])[:9]}, {facts['date']}"]
+    return "\n".join([*lines, *(line for record in found for line in about(record, facts["code"])), ""])
 
 
-def about(record: Record, first: Row) -> list[str]:
+def about(record: Record, code: str) -> list[str]:
     """Return a stage's lines: its counts, its numbers, its first failures."""
     counts = ", ".join(f"{n} {status}" for status in (*DONE, "not run") if (n := record.count(status)))
-    other = "" if record.facts["code"] == first["code"] else f"; by other code, commit {record.facts['commit']}"
-    unfinished = other if record.complete else f"{other}; incomplete"
-    failures = [
-        f"{row['status'].upper()} {name}: {row['reason']}"
-        for name, row in record.cases.items()
-        if row["status"] in FAILURES
-    ]
+    other = "" if record.facts["code"] == code else f"; by other code, commit {record.facts['commit']}"
+    unfinished = "" if record.complete else "; incomplete"
+    failed = {name: row for name, row in record.cases.items() if row["status"] in FAILURES}
+    failures = [f"{row['status'].upper()} {name}: {row['reason']}" for name, row in failed.items()]
     more = [f"… and {len(failures) - SHOWN} more failures"] if len(failures) > SHOWN else []
     rows = record.measured()
     lines = [*(module_of(record.stage).lines(rows) if rows else []), *failures[:SHOWN], *more]
-    return ["", f"## {record.stage}: {counts or 'nothing'}{unfinished}", "", *(f"- {line}" for line in lines)]
+    return ["", f"## {record.stage}: {counts or 'nothing'}{other}{unfinished}", "", *(f"- {line}" for line in lines)]

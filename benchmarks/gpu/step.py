@@ -26,8 +26,11 @@ from .roof import captured, peak, rates, under_roof
 from .setting import Case, NotRunError, Row, Setting
 from .whole import RULES, batch_of, config_of, forward_backward, optimizers_of, random_model
 
-WAYS = {"eager": 10.0, "captured": 12.0, "compiled": 60.0}
-"""Seconds that a case takes, about: compiling is slow, though it is of one block of each kind."""
+WAYS = {
+    "eager": 10.0,
+    "captured": 12.0,
+    "compiled": 60.0,
+}  # seconds of a case: compiling one block of each kind is slow
 SEQUENCES = (32, 16, 8, 4, 2, 1)  # tried from the first on until the step fits into memory
 BATCH = 2**19  # tokens in an optimizer step of the presets
 
@@ -38,8 +41,9 @@ def cases(setting: Setting) -> Iterator[Case]:
     for way, seconds in WAYS.items():
         for preset in setting.pick(("d20", "d12"), ("tiny",)):
             rules = [("dense", "auto"), *(("expert_threshold", dispatch) for dispatch in dispatches)]
-            rules += setting.pick([("token_choice", "auto")] if way == "eager" else [], [])
-            if setting.dry and way == "compiled":
+            if way == "eager" and not setting.dry:
+                rules.append(("token_choice", "auto"))
+            if way == "compiled" and setting.dry:
                 rules = rules[1:]  # compiling takes seconds of a CPU
             for rule, dispatch in rules:
                 name = f"{preset} {rule} {dispatch} {way}"
