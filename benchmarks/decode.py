@@ -39,7 +39,7 @@ def settled_model(preset: str, vocab_size: int, dtype: torch.dtype) -> GPT:
         for weight in model.parameters():
             weight.normal_(0, weight.shape[-1] ** -0.5)
         for _ in range(20):
-            model.update_rules(model(torch.randint(vocab_size, (4, 256))).observations)
+            model.update_rules(model(torch.randint(vocab_size, (4, min(256, model.config.context)))).observations)
     return model.eval()
 
 

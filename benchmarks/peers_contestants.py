@@ -122,12 +122,20 @@ class Case:
         chosen = nothing.bool().scatter(1, self.top, True)
         return self._reference(self.top_gates(), lambda gates: nothing.scatter(1, self.top, gates), chosen)
 
-    def any_fanout(self, forward: Callable[[], Tensor], **leaves: Tensor) -> Entry:
-        return Entry(forward, {"x": self.x} | leaves, self.of_any_fanout, self.assignment.sum(0), self.shape.width)
+    def any_fanout(self, forward: Callable[[Tensor], Tensor]) -> Entry:
+        """Return the entry of a forward that is given `gates`, for expert threshold's assignment."""
+        return self._entry(forward, self.gates(), self.of_any_fanout, self.assignment.sum(0), {})
 
-    def top_k(self, forward: Callable[[], Tensor], **leaves: Tensor) -> Entry:
+    def top_k(self, forward: Callable[[Tensor], Tensor], **weights: Tensor) -> Entry:
+        """Return the entry of a forward that is given `top_gates`; weights: what it has in the place of ours."""
         loads = self.top.flatten().bincount(minlength=self.shape.experts)
-        return Entry(forward, {"x": self.x} | leaves, self.of_top_k, loads, self.shape.width)
+        return self._entry(forward, self.top_gates(), self.of_top_k, loads, weights)
+
+    def _entry(
+        self, forward: Callable[[Tensor], Tensor], gates: Tensor, expected: Outcome, loads: Tensor, weights: Outcome
+    ) -> Entry:
+        leaves = {"x": self.x, "gates": gates} | (weights or {"up": self.weights.up, "down": self.weights.down})
+        return Entry(lambda: forward(gates), leaves, expected, loads, self.shape.width)
 
 
 class PlainFeedForward(nn.Module):
@@ -162,9 +170,9 @@ def dense(kind: type[PlainFeedForward | FeedForward]) -> Callable[[Case], Entry]
 
 def plain_loop(case: Case) -> Entry:
     """Eq. 2 of the paper: a boolean mask for each expert, its rows, two products, index_add."""
-    gates, up, down = case.gates(), case.weights.up, case.weights.down
+    up, down = case.weights.up, case.weights.down
 
-    def forward() -> Tensor:
+    def forward(gates: Tensor) -> Tensor:
         y = torch.zeros_like(case.x)
         for i, (expert_up, expert_down) in enumerate(zip(up.unbind(), down.unbind(), strict=True)):
             mask = case.assignment[:, i]
@@ -172,21 +180,21 @@ def plain_loop(case: Case) -> Entry:
             y = y.index_add(0, mask.nonzero()[:, 0], out * gates[mask, i, None].to(out.dtype))
         return y
 
-    return case.any_fanout(forward, gates=gates, up=up, down=down)
+    return case.any_fanout(forward)
 
 
 def plain_grouped_mm(case: Case) -> Entry:
     """Pairs ordered by expert, rows gathered, `F.grouped_mm`, relu², `F.grouped_mm`, gates, index_add."""
-    gates, up, down = case.gates(), case.weights.up, case.weights.down
+    up, down = case.weights.up, case.weights.down
 
-    def forward() -> Tensor:
+    def forward(gates: Tensor) -> Tensor:
         expert, token = case.assignment.T.nonzero().unbind(1)
         ends = case.assignment.sum(0).cumsum(0).int()
         h = F.grouped_mm(case.x[token], up.mT, offs=ends).relu().square()
         out = F.grouped_mm(h, down.mT, offs=ends)
         return torch.zeros_like(case.x).index_add(0, token, out * gates[token, expert, None].to(out.dtype))
 
-    return case.any_fanout(forward, gates=gates, up=up, down=down)
+    return case.any_fanout(forward)
 
 
 def ours(name: str) -> Callable[[Case], Entry]:
@@ -197,10 +205,7 @@ def ours(name: str) -> Callable[[Case], Entry]:
         with torch.device("meta"):
             layer = MoE(shape.d_model, shape.width, case.rule, shared_experts=0, dispatch=name)
         layer.experts = case.weights
-        gates = case.gates()
-        routing = case.routing._replace(gates=gates[None])
-        leaves = {"gates": gates, "up": case.weights.up, "down": case.weights.down}
-        return case.any_fanout(lambda: layer.compute(case.x[None], routing)[0], **leaves)
+        return case.any_fanout(lambda gates: layer.compute(case.x[None], case.routing._replace(gates=gates[None]))[0])
 
     return make
 
@@ -230,9 +235,7 @@ def transformers_backend(name: str) -> Callable[[Case], Entry]:
         with torch.device("meta"):
             layer = NemotronHExperts(config)
         layer.up_proj, layer.down_proj = case.weights.up, case.weights.down
-        gates = case.top_gates()
-        leaves = {"gates": gates, "up": case.weights.up, "down": case.weights.down}
-        return case.top_k(lambda: layer(case.x, case.top, gates), **leaves)
+        return case.top_k(lambda gates: layer(case.x, case.top, gates))
 
     return make
 
@@ -249,9 +252,7 @@ def scattermoe(case: Case) -> Entry:
     with torch.device("meta"):
         layer = MLP(shape.d_model, shape.width, shape.experts, shape.experts_per_token, activation=relu_squared)
     layer.experts.weight, layer.output_experts.weight = case.weights.up, case.weights.down
-    gates = case.top_gates()
-    leaves = {"gates": gates, "up": case.weights.up, "down": case.weights.down}
-    return case.top_k(lambda: layer(case.x, gates, case.top), **leaves)
+    return case.top_k(lambda gates: layer(case.x, gates, case.top))
 
 
 def megablocks(case: Case) -> Entry:
@@ -284,9 +285,8 @@ def megablocks(case: Case) -> Entry:
     with torch.no_grad():
         layer.mlp.w1.copy_(case.weights.up.flatten(0, 1))
         layer.mlp.w2.copy_(case.weights.down.mT.flatten(0, 1))
-    gates = case.top_gates()
-    leaves = {"gates": gates, "w1": layer.mlp.w1, "w2": layer.mlp.w2}
-    return case.top_k(lambda: layer(case.x[None], None, gates, case.top)[0], **leaves)
+    weights = {"w1": layer.mlp.w1, "w2": layer.mlp.w2}
+    return case.top_k(lambda gates: layer(case.x[None], None, gates, case.top)[0], **weights)
 
 
 def sonicmoe(case: Case) -> Entry:
