@@ -202,13 +202,6 @@ def every_launch(dry: bool) -> list[Launch]:
     return [*first, *(launch for launch in every if not launch.is_product), *others]
 
 
-def first_rows(capability: int) -> list[Row]:
-    """Compile every launch for one GPU in the tuner's first tiles. Raises NotRunError without the tools."""
-    tools()
-    every = every_launch(dry=False)
-    return [measure(launch, capability) for launch in every if launch.tiles in ("", every[0].tiles)]
-
-
 def measure(launch: Launch, capability: int) -> Row:
     """Compile one launch for one GPU."""
     about = {"capability": capability, "kernel": str(launch), "tiles": launch.tiles}

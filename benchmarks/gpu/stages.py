@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from .record import DONE, FAILURES, Record
-from .setting import Case, Row, Setting
 
 SHOWN = 3  # failures shown of each stage; results.json has all
-
-
-class Stage(Protocol):
-    """A module of this package that measures one thing."""
-
-    def cases(self, setting: Setting) -> Iterable[Case]:
-        """Yield the cases in the order of what is worth most."""
-
-    def lines(self, rows: dict[str, Row]) -> list[str]:
-        """Return a few lines about the measured cases, for the summary."""
 
 
 class Entry(NamedTuple):
@@ -43,10 +31,13 @@ STAGES = {
 NEEDS_NO_CARD = ("compile",)
 
 
-def module_of(stage: str) -> Stage:
-    """Import a stage, in the process that runs it."""
-    module: Stage = importlib.import_module(f".{stage}", __package__)  # type: ignore[assignment]
-    return module
+def module_of(stage: str) -> Any:
+    """Import a stage, in the process that runs it.
+
+    Its `cases(setting)` yields the cases in the order of what is worth most; its `lines(rows)` returns a few lines about
+    the measured ones, for the summary.
+    """
+    return importlib.import_module(f".{stage}", __package__)
 
 
 def summarise(folder: Path) -> str:

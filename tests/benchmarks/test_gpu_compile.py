@@ -15,10 +15,13 @@ from benchmarks.gpu.compile import PROCESSORS
 pytestmark = pytest.mark.timeout(1500)
 PROGRAM = """
 import json, sys
-from benchmarks.gpu.compile import first_rows
+from benchmarks.gpu.compile import every_launch, measure, tools
 from benchmarks.gpu.setting import NotRunError
 try:
-    print(json.dumps(first_rows(int(sys.argv[1]))))
+    tools()
+    every = every_launch(dry=False)
+    first = [launch for launch in every if launch.tiles in ("", every[0].tiles)]  # of the tuner's tiles
+    print(json.dumps([measure(launch, int(sys.argv[1])) for launch in first]))
 except NotRunError as reason:
     print(reason)
     sys.exit(77)
