@@ -34,8 +34,8 @@ NEEDS_NO_CARD = ("compile",)
 def module_of(stage: str) -> Any:
     """Import a stage, in the process that runs it.
 
-    Its `cases(setting)` yields the cases in the order of what is worth most; its `lines(rows)` returns a few lines about
-    the measured ones, for the summary.
+    Its `cases(setting)` yields the cases in the order of what is worth most; its `lines(rows)` returns a few lines
+    about the measured ones, for the summary.
     """
     return importlib.import_module(f".{stage}", __package__)
 
