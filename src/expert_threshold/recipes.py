@@ -145,7 +145,7 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run of the paper, or with another project's settings. Other options come from its preset.
+    """A run of the paper, or one with another project's settings. Other options come from its preset.
 
     rule: its name and the options that differ from the defaults; a decay is meant for PAPER_STEPS. pool: the number of
     sequences whose tokens compete for an expert or over which load is measured; None means a whole micro-batch, on all

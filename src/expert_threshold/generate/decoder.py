@@ -207,7 +207,7 @@ class Kernel:
             thresholds[row] = past
 
     def append(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
-        """Compute each token at its position in a row of the cache, each row's in order; logits start at `first`.
+        """Compute each token at its position in a row of the cache, a row's tokens in order; logits start at `first`.
 
         Raises IndexError if a token is not in the vocabulary.
         """

@@ -14,7 +14,7 @@ from ..kernels.cpu.blocks import override
 
 
 def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor:
-    """Return the concatenated pre-activations (…, rows, width · d_expert) of x (…, rows, d_model)."""
+    """Return the concatenated pre-activations (…, rows, width · d_expert) for x (…, rows, d_model)."""
     if len(matrices) == 1:
         return torch.matmul(x, matrices[0].mT, out=out)
     return torch.cat([x @ m.mT for m in matrices], -1, out=out)
@@ -142,7 +142,7 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """The stacked weights of many feed-forwards: up and gate (experts, d_expert, d_model), down with these swapped."""
+    """The stacked weights of many feed-forwards. up, gate: (experts, d_expert, d_model); down: the transposed shape."""
 
     def __init__(self, num_experts: int, d_model: int, d_expert: int, activation: ActivationName = "relu2") -> None:
         super().__init__()

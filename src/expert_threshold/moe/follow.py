@@ -52,8 +52,8 @@ class FollowerHook:
 class Follower:
     """Sums the observations of a model's routers and updates their rules once per optimizer step; made by `follow`.
 
-    A forward counts once backward reaches its gates, unless its gradients are later set to None. So a batch without
-    backward, skipped by a GradScaler or discarded by the loop changes no rule. Recomputation under activation
+    A forward counts once backward reaches its gates, unless its gradients are later set to None. So a batch changes no
+    rule if it has no backward, is skipped by a GradScaler or is discarded by the loop. Recomputation under activation
     checkpointing does not count again.
 
     loss_scale: as in `follow`; it may be set before any forward, for example when a GradScaler changes its scale.
@@ -125,7 +125,7 @@ class Follower:
         reached = self._note_evaluation
         if router.training:
             reached = partial(self._count, router, routing.observation, routing.loss is not None)
-        if not routing.gates.requires_grad:  # backward stops earlier: nothing below trains, or nothing at all
+        if not routing.gates.requires_grad:  # backward never gets here: nothing below trains, or nothing at all
             if torch.is_grad_enabled() and not recomputed:
                 reached()
             return None

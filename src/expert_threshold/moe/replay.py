@@ -100,7 +100,7 @@ class _Replayed(Rule):
 
 @contextmanager
 def replay(model: nn.Module, captures: Sequence[Capture]) -> Iterator[None]:
-    """Route every forward, even in training, as captured: the batch's sequence b like captures[b], padding nowhere.
+    """Route every forward, even in training, as captured: the batch's sequence b like captures[b], padding to none.
 
     A forward may omit the last tokens. Gates are computed from its scores, with gradients; observations and losses
     come from the rules' own decisions. Raises ValueError if the batch has another size or more tokens.

@@ -74,8 +74,8 @@ class Optimizer(Protocol):
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state before its first step.
 
-        Its tensors are scalars, or have the parameter's shape but for size 1 in some dimensions; those are sharded over
-        ranks like the parameter.
+        Its tensors are scalars, or have the parameter's shape except for size 1 in some dimensions; those are sharded
+        over ranks like the parameter.
         """
 
 

@@ -42,7 +42,7 @@ def sketch(scores: Tensor) -> Tensor:
     """Return the scores (levels, experts), in descending order, that each level's share of the tokens exceeds.
 
     scores: (tokens, experts). Uses up to SAMPLE tokens with an odd spacing, which samples every position of even-length
-    sequences. The h-th largest of n scores estimates the quantile at usage h / (n + 1), its expectation.
+    sequences. The h-th largest of n scores estimates the quantile at its expected usage, h / (n + 1).
     """
     stride = -(-len(scores) // SAMPLE) | 1
     ordered = _ascending(scores.detach()[::stride])

@@ -34,8 +34,8 @@ class NullSlots(Rule):
 
     num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(1, "Target mean number of routed experts per token.")
-    null_slots: Count = option(16, "Slots that compute nothing.")
-    slots_per_token: Count = option(2, "Slots that every token chooses, experts and null slots together.")
+    null_slots: Count = option(16, "Number of slots that compute nothing.")
+    slots_per_token: Count = option(2, "Number of slots, experts or null slots, that every token chooses.")
     null: Null = option("zero", "Output of a null slot. copy is the token itself times the gate.")
     bias_rate: NonNegative = option(0.001, "Step size u of the biases. 0 disables them.")
     gate_scale: Positive = option(1.0, "Factor c applied to all gates.")

@@ -61,7 +61,7 @@ class QuantileBalancing(Valued):
     decay: Decay = option(0.0, "Decay of the prices' running mean. 0 uses the last step's prices.")
     pool: PricePool = option(
         "global",
-        "Tokens over which quantiles are taken: all ranks' micro-batches, or each micro-batch, averaging the prices.",
+        "Tokens over which quantiles are taken: all ranks' micro-batches, or each one, averaging the prices.",
     )
     estimator: PriceEstimator = option(
         "exact",

@@ -206,8 +206,8 @@ class Rule(ABC):
         return type(self.init()) is type(other.init())
 
     def begin_run(self, state: Any, experts_per_token: float) -> Any:
-        """Return a new run's initial state, given the state of a rule that this one `can_start_from`, which had
-        `experts_per_token`. Learned values are kept; step counts are reset.
+        """Return a new run's initial state from `state`, whose rule had `experts_per_token` and is one that this rule
+        `can_start_from`. Learned values are kept; step counts are reset.
         """
         return state
 

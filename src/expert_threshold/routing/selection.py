@@ -101,7 +101,7 @@ def _has_triton() -> bool:
 
 
 def _kth_largest_by_sorting(scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Sort each expert's tokens stably and return the k-th: the definition."""
+    """Return scores and indices by definition: sort each expert's tokens stably and take the k-th."""
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     shape = (scores.shape[0], scores.shape[2])
     nothing = Cut(scores.new_full(shape, torch.inf), order.new_full(shape, -1))

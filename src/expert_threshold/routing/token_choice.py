@@ -70,7 +70,7 @@ class TokenChoice(Valued):
     num_groups: Count = option(1, "Number of equal-sized groups of experts.")
     groups_per_token: Count = option(1, "Number of groups from which a token's experts may come.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
-    capacity_factor: Positive | None = option(None, "Maximum load in training, divided by the mean load.")
+    capacity_factor: Positive | None = option(None, "Maximum load in training, as a multiple of the mean load.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
