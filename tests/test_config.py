@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,11 +20,9 @@ from expert_threshold.config import (
 )
 from expert_threshold.model import PRESETS, TRUNKS, GPTConfig
 from expert_threshold.optim import NANOCHAT
-from expert_threshold.option import Bounds, Count, alternatives
 from expert_threshold.routing import (
     PAPER_STEPS,
     RULES,
-    ExpertChoice,
     ExpertThreshold,
     TokenChoice,
     option_names,
@@ -79,13 +77,6 @@ def test_what_is_scaled_stays_in_its_bounds_and_grows_with_the_run(steps: int) -
     assert optim.momentum_warmup_steps <= min(300, steps / 10)
 
 
-@given(steps=st.integers(2_000, PAPER_STEPS))
-def test_the_running_mean_remembers_the_same_share_of_every_run(steps: int) -> None:
-    rule = scaled_rule("expert_choice", steps)
-    assert isinstance(rule, ExpertChoice)
-    assert (1 - rule.decay) * steps == pytest.approx(0.001 * PAPER_STEPS, rel=0.05)
-
-
 def test_cutoffs_of_short_runs_follow_the_trend_unless_options_of_the_mean_are_given() -> None:
     for steps, options, estimator in (
         (SHORT_RUN, {}, "trend"),
@@ -133,12 +124,6 @@ def test_arguments_override_the_file_and_the_file_overrides_the_preset() -> None
     assert config.model.rule == TokenChoice(balance="aux", bias_rate=0.1)
 
 
-def test_the_config_of_a_run_gives_the_same_run() -> None:
-    config = resolve("tiny", {"rule.name": "expert_choice", "optim.betas": (0.8, 0.9), "train.eval_every": None})
-    recorded = json.loads(json.dumps(config.to_dict())) | {"format": "x", "version": 1, "corpus": {}, "versions": {}}
-    assert resolve("d12", by_path(recorded)) == config
-
-
 def test_another_rule_takes_only_the_layers_sizes_from_the_files_rule() -> None:
     options = {"rule.num_experts": 8, "rule.experts_per_token": 2, "rule.decay": 0.5}
     recorded = by_path(resolve("tiny", options).to_dict())
@@ -176,11 +161,6 @@ def test_an_unknown_preset_and_an_incomplete_configuration_are_refused() -> None
         resolve("d13")
     with pytest.raises(ValueError, match=r"configuration has no section 'rule'"):
         RunConfig.from_dict({"model": {}})
-
-
-def test_alternatives_have_their_bounds() -> None:
-    assert alternatives(Count | None) == [(int, Bounds(least=1)), (type(None), Bounds())]
-    assert alternatives(Literal["a", "b"] | int) == [("a", Bounds()), ("b", Bounds()), (int, Bounds())]
 
 
 @pytest.mark.parametrize(("section", "name"), [("optim", "matrix_lr"), ("train", "steps"), ("model", "qk_scale")])
