@@ -345,7 +345,7 @@ def test_an_interrupted_comparison_resumes_and_equals_one_that_never_stopped(
     shown = capfd.readouterr()
     assert "to continue the comparison: et compare tiny --data" in shown.out
     assert shown.out.rstrip().endswith(f"--out '{out}'")
-    assert f"to go on: et train --resume '{out / 'token_choice' / 'seed_0'}'\n" in shown.out
+    assert f"to continue: et train --resume '{out / 'token_choice' / 'seed_0'}'\n" in shown.out
     assert [row["method"] for row in record_of(out)["table"]] == ["dense"]
     assert RunFolder.open(out / "token_choice" / "seed_0").latest_checkpoint() == 3
     assert et(*command) == 0

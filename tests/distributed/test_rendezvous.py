@@ -62,7 +62,7 @@ def test_ranks_that_do_not_share_the_run_folder_learn_it_before_the_first_step(
 
     assert on_both(lambda rank: lock(rank, "shared"), ranks) == ["None", "None"]
     for told in on_both(lambda rank: lock(rank, f"own{rank.rank}"), ranks):
-        assert "put the run folder where all ranks share it" in told
+        assert "put the run folder on a file system that all ranks share" in told
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_ranks_that_do_not_share_the_run_folder_learn_it_before_the_first_step(
         ([INTERRUPTED, INTERRUPTED], INTERRUPTED),
         (
             ["Timed out in 9ms", INTERRUPTED],
-            "timed out: all 2 ranks are alive, but not in step; resume; .*in 9ms.*",
+            "timed out: all 2 ranks are alive but out of step; resume; .*in 9ms.*",
         ),
         (["Timed out in 9ms", None], "timed out: rank 1 of 2 did not answer; resume; .*in 9ms.*"),
         (["Connection closed by peer", None], "rank 1 of 2 exited or stopped responding; resume"),
@@ -101,7 +101,7 @@ def test_a_rank_whose_store_is_gone_reports_by_itself() -> None:
     alone._store = Mock(**{"set.side_effect": DistNetworkError("Broken pipe")})
     assert alone.report_failure(Failure("Connection reset", 1, is_own=False), "resume", said.append) == 1
     [told] = said
-    assert told.startswith("rank 1: lost the launcher, or the rank that started first (Connection reset); resume")
+    assert told.startswith("rank 1: lost contact with the launcher or the rank that started first (Connection reset)")
 
 
 def test_ranks_wait_for_the_main_rank_while_it_sends_heartbeats(ranks: tuple[Rendezvous, Rendezvous]) -> None:

@@ -96,7 +96,7 @@ def test_a_link_to_an_empty_folder_may_become_a_derived_run(run: RunFolder, tmp_
 def test_a_tokenizer_of_another_model_is_refused(run: RunFolder) -> None:
     run.write_config({"model": {"vocab_size": 300}})
     run.write_tokenizer(Tokenizer.train(["abc"], 257))
-    with pytest.raises(ValueError, match=r"tokenizer\.json: has 257 tokens, but the model of config\.json 300;"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: has 257 tokens, but config\.json says 300;"):
         run.tokenizer()
 
 
@@ -117,9 +117,9 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "not a run folder"),
-        ("{", "config.json: not written by expert-threshold, or damaged"),
-        ("[]", "config.json: not written by expert-threshold, or damaged"),
-        ("[" * 100_000, "config.json: not written by expert-threshold, or damaged"),
+        ("{", "config.json: damaged or not written by expert-threshold"),
+        ("[]", "config.json: damaged or not written by expert-threshold"),
+        ("[" * 100_000, "config.json: damaged or not written by expert-threshold"),
         ('{"model_type": "llama"}', "not written by expert-threshold"),
         ('{"format": "expert-threshold run", "version": 3}', "format version 3"),
     ],
@@ -208,7 +208,7 @@ def test_a_torn_last_line_is_left_out_and_reported(
     with metrics.path.open("ab") as file:
         file.write(torn)
     assert metrics.read() == [{"step": 1, "split": "train"}]
-    assert "line 2 is torn" in caplog.text
+    assert "line 2 is incomplete" in caplog.text
 
 
 @pytest.mark.parametrize("damaged", [b"{", b"", b"[1]", b'{"step": 1}', b'{"step": "1", "split": "train"}'])
@@ -234,9 +234,9 @@ def test_a_full_disk_adds_no_part_of_a_line(tmp_path: Path) -> None:
 
 def test_a_second_trainer_is_refused_by_name_and_the_lock_is_given_back(run: RunFolder) -> None:
     with run.lock():
-        with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is at work there"), run.lock():
+        with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is working there"), run.lock():
             pass
-        with pytest.raises(ValueError, match="is at work there"), RunFolder.open(run.path).lock():
+        with pytest.raises(ValueError, match="is working there"), RunFolder.open(run.path).lock():
             pass
     with run.lock():
         pass
@@ -281,7 +281,7 @@ def test_a_lock_file_removed_between_open_and_lock_is_created_again(
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with run.lock(), pytest.raises(ValueError, match="is at work there"), run.lock():
+    with run.lock(), pytest.raises(ValueError, match="is working there"), run.lock():
         pass
 
 
@@ -350,7 +350,7 @@ def test_a_model_is_not_loaded_with_another_option_than_it_was_made_with(
     made = derive(run, tmp_path / "made", 1, model.state_dict(), model={})
     with edit(made.path / "config.json") as config:
         config["model"]["qk_scale"] = 1.5
-    with pytest.raises(ValueError, match=r"config\.json: model\.qk_scale=1\.5 is not what step 1 was made with"):
+    with pytest.raises(ValueError, match=r"config\.json: model\.qk_scale=1\.5 differs from the option that step 1 was"):
         load_model(made.path)
 
 

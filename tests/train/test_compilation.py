@@ -42,7 +42,7 @@ def test_a_long_run_of_one_process_is_compiled_and_what_does_not_pay_or_work_is_
     config: GPTConfig, train: TrainConfig, device: str, ranks: int, compiles: bool, compiler: None
 ) -> None:
     assert pick_compile(config, train, torch.device(device), ranks=ranks, say=print) == compiles
-    with pytest.raises(ValueError, match="only runs of one process"):
+    with pytest.raises(ValueError, match="only single-process runs"):
         pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=2, say=print)
 
 

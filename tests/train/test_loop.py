@@ -332,13 +332,13 @@ def test_scores_beside_the_experts_come_along_where_both_have_as_many(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (tiny(layers=3), "layers=3 but --init-from .*first has 2"),
-        (tiny(smear=True), "smear=True but --init-from .*first has False"),
-        (tiny(windows="SL"), "windows='SL' but --init-from .*first has None"),
-        (tiny(vocab_size=290), "vocab_size=290 but .* has 300"),
-        (tiny(ExpertThreshold(8, 1)), "num_experts=8 but .* has 4"),
-        (tiny(None), "num_experts=None but .* has 4"),
-        (tiny(activation="swiglu"), "activation='swiglu' but .* has 'relu2'"),
+        (tiny(layers=3), "layers=3, but --init-from .*first has 2"),
+        (tiny(smear=True), "smear=True, but --init-from .*first has False"),
+        (tiny(windows="SL"), "windows='SL', but --init-from .*first has None"),
+        (tiny(vocab_size=290), "vocab_size=290, but .* has 300"),
+        (tiny(ExpertThreshold(8, 1)), "num_experts=8, but .* has 4"),
+        (tiny(None), "num_experts=None, but .* has 4"),
+        (tiny(activation="swiglu"), "activation='swiglu', but .* has 'relu2'"),
     ],
 )
 def test_weights_of_another_architecture_are_refused_in_one_line(
@@ -375,7 +375,7 @@ def test_a_config_file_edited_by_hand_is_refused_with_each_option(start: Start, 
     config = run.config
     config["optim"]["matrix_lr"] = 0.5
     run.write_config(config | {"train": config["train"] | {"steps": 16}})
-    with pytest.raises(ValueError, match=r"matrix_lr=0.02 differs from 0.5|steps=16 differs from 8, with which step 8"):
+    with pytest.raises(ValueError, match=r"matrix_lr=0.02 differs from 0.5|steps=16 differs from 8, as used for step"):
         start(resume=True, steps=16)
     assert run.checkpoints() == [4, 8]
 
@@ -411,7 +411,7 @@ def test_a_finished_run_continues_for_more_steps_and_every_resume_of_it_is_the_s
     ("options", "message"),
     [
         ({"sample_every": 3}, "sample_every=3 needs `sample`"),
-        ({"continue_warmup": True}, "continue_warmup continues the warmup of another run; name that run"),
+        ({"continue_warmup": True}, "continue_warmup continues another run's warmup; name that run"),
         ({"model": tiny(ExpertThreshold(64, 1))}, "k = .* = 0"),
         ({"model": tiny(ExpertChoice(4, 1, pool=7))}, "pool=7 does not divide"),
         ({"model": tiny(ExpertChoice(32, 1, pool="sequence"))}, "k = .* = 0"),
@@ -458,7 +458,7 @@ def test_skipped_steps_are_told_and_counted_and_ten_in_a_row_end_the_run_and_har
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any
 ) -> None:
     spoil(monkeypatch, [1, *range(4, 100)])
-    with pytest.raises(ValueError, match=r"10 steps in a row .* step 14, since the loss .*matrix_lr=0.02") as error:
+    with pytest.raises(ValueError, match=r"10 steps in a row .* step 14, because the loss .*matrix_lr=0.02") as error:
         start(steps=20, accumulation=1, console=plain.console)
     assert "\n" not in str(error.value)
     run = RunFolder.open(tmp_path / "run")

@@ -153,4 +153,4 @@ def test_ranks_whose_launcher_is_killed_stop_and_save(tmp_path: Path) -> None:
     _, out, _ = launcher.communicate()  # until the ranks exit
     saved = folder.load_checkpoint().step
     assert saved % 250 > 0  # no step at which it would have saved anyway
-    assert f"stopped at step {saved} of 100000; to go on" in out
+    assert f"stopped at step {saved} of 100000; to continue" in out

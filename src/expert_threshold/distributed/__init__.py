@@ -1,4 +1,4 @@
-"""Everything about ranks except expert parallelism's dispatch: rendezvous, process groups, sharded optimizers.
+"""Training on several ranks: rendezvous, process groups and sharded optimizers, but not expert-parallel dispatch.
 
 One rank is one process with one device. Models and optimizers do not know this package; it is applied from outside.
 """

@@ -1,9 +1,9 @@
 """Optimizer shards for parameters that FSDP2's `fully_shard` has split over ranks.
 
-Stacks of matrices, and what AdamW steps, are split between matrices or rows: each rank steps its own. A single matrix
-is split between its rows, and Muon needs all of them: the rank that owns the matrix receives the gradient's rows and
-sends back those of the update. Muon on DTensors directly would all-gather every matrix on every rank and orthogonalize
-it there, `world_size` times.
+Stacks of matrices and AdamW's parameters are split between matrices or rows, and each rank steps its own part. A single
+matrix is split between rows, but Muon needs all of them, so the rank that owns the matrix receives the gradient's rows
+and sends back the update's rows. Muon applied directly to DTensors would all-gather every matrix on every rank and
+orthogonalize it there, `world_size` times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _weight(shard: LocalParameter) -> Tensor:
 
 
 def _gradient(shard: LocalParameter) -> Tensor:
-    """Return the sum over ranks of this rank's rows; `fully_shard` leaves the mean."""
+    """Return this rank's rows of the gradient, summed over ranks; `fully_shard` leaves the mean."""
     assert shard.parameter.grad is not None, f"{shard.name} has no gradient"
     return _local(shard.parameter.grad) * shard.group.size()
 
@@ -37,8 +37,8 @@ def _local(tensor: Tensor) -> Tensor:
 class _Matrices:
     """Matrices of one shape; rank i % ranks owns the i-th.
 
-    updates: (matrices, out, in), of those owned here. Optimizers step these zeros in place of the weights, so that
-    afterwards they hold the update. with_weights: optimizers read the weights too, so `updates` holds copies of them.
+    updates: (matrices, out, in), for the matrices owned here. Optimizers step these zeros in place of the weights, so
+    that they then hold the update. with_weights: optimizers also read the weights, so `updates` holds copies of them.
     """
 
     def __init__(self, shards: list[LocalParameter], with_weights: bool) -> None:
@@ -52,7 +52,7 @@ class _Matrices:
         self.waiting: set[str] = set()  # matrices that this step has yet to update
 
     def place(self, number: int) -> slice:
-        """Return where matrix `number` lies among those owned here; empty on the other ranks."""
+        """Return the position of matrix `number` among those owned here, an empty slice on the other ranks."""
         place = number // self.ranks
         return slice(place, place + (number % self.ranks == self.rank))
 
@@ -63,7 +63,7 @@ class _Matrices:
         return self._gather(_gradient)
 
     def _gather(self, part: Callable[[LocalParameter], Tensor]) -> Tensor:
-        """Return full matrices from the part of each that every rank has."""
+        """Return the full matrices owned here, assembled from every rank's rows."""
         own = self.rows[self.rank]
         columns = self.updates.shape[-1]
         sizes = [own * columns * len(shards) for shards in self.by_owner]
@@ -75,7 +75,7 @@ class _Matrices:
         )
 
     def scatter(self) -> None:
-        """Add the rows of each update to the weights of the ranks that hold them."""
+        """Send the rows of each update to the ranks that hold them, and apply them to the weights there."""
         columns = self.updates.shape[-1]
         parts = self.updates.split(self.rows, dim=1)
         own = self.rows[self.rank]
@@ -96,7 +96,7 @@ class _Matrices:
 
 
 def _rows(count: int, ranks: int) -> list[int]:
-    """Return the rows of each rank as DTensor splits a dimension: equal chunks, the last ones smaller or empty."""
+    """Return each rank's number of rows. DTensor splits a dimension into equal chunks, the last smaller or empty."""
     most = -(-count // ranks)
     return [max(min(count - rank * most, most), 0) for rank in range(ranks)]
 
@@ -104,7 +104,7 @@ def _rows(count: int, ranks: int) -> list[int]:
 class FSDP(OptimizerShards):
     """Optimizer shards for ranks that each hold a part of every parameter.
 
-    with_weights: an update of a matrix depends on its weights, not on its gradients alone.
+    with_weights: the update of a matrix depends on its weights too, not only on its gradients.
     """
 
     def __init__(self, shards: Iterable[LocalParameter], with_weights: bool = False) -> None:

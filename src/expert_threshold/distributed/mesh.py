@@ -1,4 +1,4 @@
-"""Process groups and device meshes, created here and nowhere else, and the division of a batch among ranks."""
+"""Creates all process groups and device meshes, and divides a batch among ranks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ CPU = torch.device("cpu")
 
 
 class Status(NamedTuple):
-    """One rank's status, each field 0 or 1; once all-reduced, the number of ranks that report it.
+    """One rank's status, with fields 0 or 1. After an all-reduce, a field counts the ranks that report it.
 
-    Ranks exchange it at every step, so that all of them save, stop or fail in the same one.
+    Ranks exchange their status at every step, so that all of them save, stop or fail at the same step.
     """
 
     stop: int = 0  # a signal asked the run to stop
     saving: int = 0  # a checkpoint is being written
-    written: int = 0  # this rank's files of it are complete
-    failed: int = 0  # they could not be written
+    written: int = 0  # this rank's files of the checkpoint are complete
+    failed: int = 0  # this rank could not write its files
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """This process's place among the ranks that train one model; the default is a single process without groups.
+    """This process among the ranks that train one model; by default, a single process without groups.
 
-    Every rank sees different data; a layer's experts are split over the `ep` dimension of the mesh (dp, ep).
+    Every rank sees different data. A layer's experts are split over the `ep` dimension of the mesh (dp, ep).
     """
 
     rank: int = 0
@@ -50,11 +50,11 @@ class Parallel:
 
     @property
     def is_main(self) -> bool:
-        """True for the rank that prints and writes what all ranks have in common."""
+        """True on the rank that prints and writes what all ranks have in common."""
         return self.rank == 0
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """Return the main rank's `make()`, a JSON value, on every rank; all ranks call this in the same order."""
+        """Return the main rank's `make()`, a JSON value, on every rank. All ranks must call this in the same order."""
         return from_main(self.rendezvous, make)
 
     def all_reduce(self, status: Status) -> Status:
@@ -65,20 +65,20 @@ class Parallel:
 
     @property
     def ep(self) -> dist.ProcessGroup | None:
-        """The ranks that hold a layer's experts between them; None where each holds all of them."""
+        """The ranks among which a layer's experts are split, or None if every rank holds all experts."""
         return None if self.mesh is None or self.mesh[EP].size() == 1 else self.mesh.get_group(EP)
 
     @property
     def splits_model(self) -> bool:
-        """True where no rank holds the whole model."""
+        """True if no rank holds the whole model."""
         return self.shard or self.ep is not None
 
 
 class LocalBatch(NamedTuple):
     """One rank's part of an optimizer step: `accumulation` micro-batches of `batch_size` sequences.
 
-    ranks: how many ranks share each micro-batch. joint_mean: its loss is one mean over the targets of all these ranks;
-    otherwise each rank's part counts as its own micro-batch.
+    ranks: number of ranks that share each micro-batch. joint_mean: the loss is one mean over the targets of all these
+    ranks; otherwise each rank's part counts as a separate micro-batch.
     """
 
     batch_size: int
@@ -88,12 +88,12 @@ class LocalBatch(NamedTuple):
 
     @property
     def pooled(self) -> int:
-        """Sequences of a micro-batch that a rule sees together, over all its ranks or on this rank alone."""
+        """The number of sequences that a rule sees together: a whole micro-batch, or only this rank's part."""
         return self.batch_size * self.ranks if self.joint_mean else self.batch_size
 
 
 def competes_on_rank(rule: Rule | None) -> bool:
-    """Return True for a rule whose tokens compete within the part of a micro-batch that is on one rank."""
+    """Return True if the rule's tokens compete only within one rank's part of a micro-batch."""
     return rule is not None and "batch" in (rule.scope(training=True), rule.pool_scope())
 
 
@@ -101,16 +101,16 @@ def local_batch(batch_size: int, accumulation: int, rule: Rule | None, ranks: in
     """Return each rank's part of `accumulation` micro-batches of `batch_size` sequences.
 
     Ranks share the sequences of each micro-batch. A rule whose tokens compete within one rank would then see smaller
-    pools, so with such a rule each rank gets whole micro-batches if their number divides by the ranks.
-    Raises ValueError if the sequences do not divide by the ranks either.
+    pools, so with such a rule each rank gets whole micro-batches if their number is divisible by the number of ranks.
+    Raises ValueError if the number of sequences is not divisible either.
     """
     alone = competes_on_rank(rule)
     if ranks == 1 or (alone and accumulation % ranks == 0):
         return LocalBatch(batch_size, accumulation // ranks)
     if ranks > batch_size:
         raise ValueError(
-            f"{ranks} ranks are more than the {batch_size} sequences of a micro-batch; launch fewer, or give a larger "
-            "--batch-size"
+            f"{ranks} ranks cannot share the {batch_size} sequences of a micro-batch; launch fewer ranks, or give a "
+            "larger --batch-size"
         )
     if batch_size % ranks:
         raise ValueError(
@@ -121,7 +121,7 @@ def local_batch(batch_size: int, accumulation: int, rule: Rule | None, ranks: in
 
 
 def mesh_sizes(world_size: int, expert_parallel: int) -> tuple[int, int]:
-    """Return the sizes of the dimensions (dp, ep). Raises ValueError if ep does not divide the ranks."""
+    """Return the sizes of the dimensions (dp, ep). Raises ValueError if ep does not divide the number of ranks."""
     if world_size % expert_parallel:
         raise ValueError(
             f"expert_parallel={expert_parallel} does not divide the {world_size} ranks; launch a multiple of "
@@ -131,12 +131,12 @@ def mesh_sizes(world_size: int, expert_parallel: int) -> tuple[int, int]:
 
 
 def local_device(device: torch.device, local_rank: int, local_world_size: int) -> torch.device:
-    """Return this rank's device of that type. Raises ValueError if there are fewer than ranks on this machine."""
+    """Return this rank's device. Raises ValueError if the machine has fewer devices than ranks."""
     if device.type == "cuda":
         if local_world_size > torch.cuda.device_count():
             raise ValueError(
-                f"{local_world_size} ranks on this machine but {torch.cuda.device_count()} GPUs; launch one rank per "
-                "GPU"
+                f"{local_world_size} ranks on this machine but {torch.cuda.device_count()} GPUs; launch one rank "
+                "per GPU"
             )
         return torch.device("cuda", local_rank)
     if device.type != "cpu":
@@ -148,10 +148,10 @@ def local_device(device: torch.device, local_rank: int, local_world_size: int) -
 def process_groups(
     rendezvous: Rendezvous | None, device: torch.device, *, expert_parallel: int = 1, shard: bool = False, timeout: int
 ) -> Iterator[Parallel]:
-    """Initialise the process groups of all ranks for the length of the context; none without a rendezvous.
+    """Create the process groups of all ranks within the context; without a rendezvous, create none.
 
-    Collectives fail after `timeout` seconds without an answer. Raises ValueError for a mesh or devices that do not fit
-    the ranks.
+    Collectives fail after `timeout` seconds without an answer. Raises ValueError if the mesh or the devices do not fit
+    the number of ranks.
     """
     if rendezvous is None:
         mesh_sizes(1, expert_parallel)
@@ -175,7 +175,7 @@ def process_groups(
     except RuntimeError as error:
         if is_lost_rank(error):
             raise
-        raise ValueError(f"this rank cannot connect to others: {' '.join(str(error).split())}") from error
+        raise ValueError(f"this rank cannot connect to the others: {' '.join(str(error).split())}") from error
     flat = init_device_mesh(device.type, (rendezvous.world_size,), mesh_dim_names=("all",))
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(DP, EP))
     yield Parallel(
@@ -189,5 +189,5 @@ def process_groups(
         rendezvous,
         shard,
     )
-    # Not in a `finally`: after an error other ranks may still wait for this one, and only its exit reaches them.
+    # Not in a `finally`: after an error, other ranks may be waiting for this one, and only its exit reaches them.
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The shards of a model that one rank's optimizers step, and the communication around such a step."""
+"""The shards of a model that one rank's optimizers step, and the communication before and after a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Slice(NamedTuple):
-    """A rank's part of a full tensor: indices `start` to `stop` of its first dimension."""
+    """A rank's part of a full tensor: indices `start` to `stop` of the first dimension."""
 
     start: int
     stop: int
@@ -21,25 +21,25 @@ class Slice(NamedTuple):
         return self.stop - self.start == self.shape[0]
 
     def of(self, full: Tensor) -> Tensor:
-        """Return this part of the full tensor, a view."""
+        """Return this part of the full tensor, as a view."""
         return full[self.start : self.stop]
 
 
 class LocalParameter(NamedTuple):
-    """A parameter as this rank holds it. by_row: its optimizer steps each row independently."""
+    """A parameter as held by this rank. by_row: the optimizer steps each row independently."""
 
     name: str
     parameter: nn.Parameter
     by_row: bool
     slice: Slice  # this rank's part of the full parameter
-    group: dist.ProcessGroup  # the ranks that share it: as replicas, or each with a part
+    group: dist.ProcessGroup  # the ranks that share the parameter, as replicas or in parts
 
 
 class OptimizerShards:
-    """The shards that this rank's optimizers step; this class serves a single process, which steps every parameter.
+    """The shards that this rank's optimizers step. The base class is for a single process, which steps all parameters.
 
-    parameters: by name, each of shape (rows, …) with possibly no rows. slices: where these lie in the full parameters.
-    The methods are called in their order here, once per optimizer step.
+    parameters: by name, each of shape (rows, …), possibly without rows. slices: their positions in the full parameters.
+    The methods below are called in this order, once per optimizer step.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -51,13 +51,13 @@ class OptimizerShards:
         return {name: (tensor, self.slices[name]) for name, tensor in self.parameters.items()}
 
     def begin_last_backward(self) -> None:
-        """Announce that the next backward is the last of the step, so that complete gradients may be reduced."""
+        """Announce the last backward pass of the step, during which complete gradients may be reduced."""
 
     def reduce_gradients(self) -> None:
         """Give each of `parameters` its gradient, summed over all ranks."""
 
     def gather_updated(self, names: Collection[str]) -> None:
-        """Start to send the named parameters, which were just stepped, to all ranks that hold them."""
+        """Start sending the named parameters, which were just stepped, to all ranks that hold them."""
 
     def finish_step(self) -> None:
         """Wait until the parameters are updated everywhere, and clear their gradients."""

@@ -1,4 +1,4 @@
-"""Applies the layout over ranks to a model from outside: expert parallelism, then ZeRO-1 or FSDP2."""
+"""Distributes a model over ranks from outside: expert parallelism, then ZeRO-1 or FSDP2."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .zero1 import ZeRO1
 
 
 def parallelize(model: GPT, optim: OptimConfig, parallel: Parallel) -> OptimizerShards:
-    """Lay the model out over the ranks; return the shards that this rank's optimizers step.
+    """Distribute the model over the ranks, and return the shards that this rank's optimizers step.
 
-    Call it on all ranks, with equal weights on their devices.
+    All ranks must call this, with equal weights on their devices.
     """
     if parallel.world is None:
         return OptimizerShards(dict(model.named_parameters()))
@@ -51,7 +51,7 @@ def parallelize(model: GPT, optim: OptimConfig, parallel: Parallel) -> Optimizer
 def _place(rows: int, shape: torch.Size, parallel: Parallel, split: bool) -> tuple[Slice, dist.ProcessGroup]:
     """Return this rank's slice of a full parameter, and the ranks that share it.
 
-    rows: of this rank before `fully_shard`, which splits them into equal chunks, the last ones smaller or empty.
+    rows: this rank's rows before `fully_shard`, which splits them into equal chunks, the last ones smaller or empty.
     split: the parameter belongs to experts that are split over ranks.
     """
     assert parallel.world is not None
@@ -68,14 +68,14 @@ def _place(rows: int, shape: torch.Size, parallel: Parallel, split: bool) -> tup
 
 
 def _by_row(name: str, parameter: nn.Parameter, optim: OptimConfig) -> bool:
-    """Return True if each index of the first dimension is stepped independently; Muon needs single matrices whole."""
+    """Return True if each index of the first dimension is stepped independently. Muon needs a single matrix whole."""
     return parameter.ndim > 2 or not moves_matrices(name, parameter, optim)
 
 
 def _fully_shard(model: GPT, parallel: Parallel) -> None:
-    """Split parameters and gradients with FSDP2; each block is gathered, in the compute dtype, during the one before.
+    """Split parameters and gradients with FSDP2. A block is gathered, in the compute dtype, during the previous block.
 
-    Routers, embeddings, the head and the scalars stay float32, because they are not just products in the compute dtype.
+    Routers, embeddings, the head and the scalars stay float32, because they do more than products in the compute dtype.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -1,9 +1,8 @@
-"""The launch of ranks, and their communication outside collectives: values that the main rank computes, and which rank
-failed and why.
+"""Launches ranks, and lets them communicate outside collectives: values from the main rank, and failures.
 
 Everything goes through the launcher's key-value store, which works before there are process groups and outlives every
-rank. torch's `broadcast_object_list` would unpickle what it receives and time out while the main rank works for longer
-than `--train.timeout`; torchelastic's `@record` prints a traceback per rank, where one line from one rank is enough.
+rank. torch's `broadcast_object_list` would unpickle what it receives, and would time out if the main rank worked for
+longer than `--train.timeout`. torchelastic's `@record` prints a traceback per rank, where one line in all is enough.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 INTERRUPTED = "interrupted"
-REPORT_TIMEOUT = 5.0  # seconds that ranks wait for each other's report before they exit
+REPORT_TIMEOUT = 5.0  # seconds that ranks wait for each other's reports before they exit
 JOIN_TIMEOUT = timedelta(minutes=5)  # for all ranks to start
 HEARTBEAT = 5.0  # seconds between heartbeats of the main rank while it works alone
-MIN_HEARTBEAT_TIMEOUT = 3 * HEARTBEAT  # seconds without one after which it may count as lost
-# torch raises plain RuntimeErrors for most of these, with no type or code to match on.
+MIN_HEARTBEAT_TIMEOUT = 3 * HEARTBEAT  # at least this many seconds without one before the main rank counts as lost
+# torch raises plain RuntimeErrors for most lost connections, with no type or code to match on.
 LOST = re.compile(
     "connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|remote (process|peer)|heartbeat", re.IGNORECASE
 )
 
 
 class Failure(NamedTuple):
-    """Why a rank exits, in one line, and its exit code."""
+    """The reason why a rank exits, in one line, and its exit code."""
 
     text: str
     code: int
@@ -46,10 +45,10 @@ class Failure(NamedTuple):
 
 
 class Rendezvous:
-    """The ranks that were launched together, and their store. Values travel as JSON; nothing is unpickled.
+    """The ranks that were launched together, and their store. Values are sent as JSON; nothing is unpickled.
 
-    store: a store of this start alone. launch_store: one that also outlives the launcher's restarts; `store` by
-    default.
+    store: a store for this start only. launch_store: a store that also survives restarts by the launcher; defaults to
+    `store`.
     """
 
     def __init__(
@@ -80,9 +79,9 @@ class Rendezvous:
 
     @classmethod
     def from_env(cls) -> Rendezvous | None:
-        """Join the ranks that were launched together with this one; returns None for a single process.
+        """Join the ranks that were launched together with this one. Return None for a single process.
 
-        torch's `is_torchelastic_launched` would overlook launchers other than torchrun that set the same variables.
+        torch's `is_torchelastic_launched` would miss launchers other than torchrun that set the same variables.
         """
         if not (int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ):
             return None
@@ -93,7 +92,7 @@ class Rendezvous:
         return cls(this_start, rank, world_size, local_rank, local_world_size, store)
 
     def mark(self, key: str) -> None:
-        """Set a mark that ranks see even after the launcher has restarted them."""
+        """Set a mark that ranks can see even after the launcher has restarted them."""
         self._launch_store.set(key, "")
 
     def is_marked(self, key: str) -> bool:
@@ -101,7 +100,7 @@ class Rendezvous:
         return self._launch_store.check([key])
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """Return the main rank's `make()`, a JSON value, on every rank; all ranks call this in the same order.
+        """Return the main rank's `make()`, a JSON value, on every rank. All ranks must call this in the same order.
 
         `make` may take any length of time, since the main rank sends heartbeats meanwhile. If it raises ValueError or
         OSError, every other rank raises ValueError with the same text. Raises DistError after `heartbeat_timeout`
@@ -125,7 +124,7 @@ class Rendezvous:
         return answer["value"]
 
     def require_equal(self, facts: Mapping[str, Any], remedy: str) -> None:
-        """Raise ValueError on every rank, naming a rank and what differs there, unless all ranks call with these facts.
+        """Raise ValueError on every rank, naming a rank and what differs there, unless all ranks pass equal facts.
 
         facts: JSON values by name.
         """
@@ -136,7 +135,7 @@ class Rendezvous:
         def compare() -> None:
             mine = json.loads(json.dumps(facts))
             for rank in range(1, self.world_size):
-                self._wait_for(f"{key}/{rank}", f"rank {rank} did not start to train")
+                self._wait_for(f"{key}/{rank}", f"rank {rank} did not start training")
                 theirs = json.loads(self._store.get(f"{key}/{rank}"))
                 differing = [
                     f"{name} is {_shown(theirs, name)}, not {_shown(mine, name)}"
@@ -153,7 +152,7 @@ class Rendezvous:
         done = threading.Event()
 
         def beat() -> None:
-            with contextlib.suppress(DistError):  # the main thread meets a lost store, too, and reports it
+            with contextlib.suppress(DistError):  # the main thread notices a lost store too, and reports it
                 while not done.wait(HEARTBEAT):
                     self._store.add("heartbeats", 1)
 
@@ -166,7 +165,7 @@ class Rendezvous:
             thread.join()
 
     def _wait_for(self, key: str, late: str = "rank 0 sent no heartbeat") -> None:
-        """Wait for a key that the main rank sets, or, on the main rank, another. Raises DistError for one `late`."""
+        """Wait until a key is set, by the main rank or for it. Raises DistError that says `late` after a timeout."""
         pause, seen, since = 0.01, -1, time.monotonic()
         while not self._store.check([key]):
             heartbeats = 0 if self.rank == 0 else self._store.add("heartbeats", 0)
@@ -178,9 +177,9 @@ class Rendezvous:
             pause = min(2 * pause, 1.0)
 
     def report_failure(self, failure: Failure, remedy: str, say: Callable[[str], None]) -> int:
-        """Have exactly one rank say why this launch ends; returns the exit code.
+        """Let exactly one rank report why this launch ends, and return the exit code.
 
-        failure: this rank's. remedy: what to do about a lost rank. Without a store, every rank speaks for itself.
+        failure: of this rank. remedy: what to do about a lost rank. Without a store, every rank reports for itself.
         """
         try:
             self._store.set(f"failure/{self.rank}", json.dumps(failure))
@@ -194,14 +193,14 @@ class Rendezvous:
                 say(text)
             return failure.code if failure.is_own else code
         except DistError:
-            lost = f"lost the launcher, or the rank that started first ({failure.text}); {remedy}"
+            lost = f"lost contact with the launcher or the rank that started first ({failure.text}); {remedy}"
             say(f"rank {self.rank}: {failure.text if failure.is_own else lost}")
             return failure.code
 
     def _failures(self) -> dict[int, Failure]:
         """Return the failures of all ranks that report one in time, by rank.
 
-        All wait for each other, since the launcher kills the others as soon as one exits.
+        Ranks wait for each other, since the launcher kills the others as soon as one exits.
         """
         end = time.monotonic() + REPORT_TIMEOUT
         while True:
@@ -211,17 +210,15 @@ class Rendezvous:
             time.sleep(0.05)
 
     def _explain(self, alive: Mapping[int, Failure], remedy: str) -> str:
-        """Return why the launch ends although no rank that is alive has failed by itself."""
+        """Return why the launch ends if no surviving rank has failed by itself."""
         lost = [str(rank) for rank in range(self.world_size) if rank not in alive]
         names = f"{'ranks' if len(lost) > 1 else 'rank'} {', '.join(lost)} of {self.world_size}"
         texts = [(rank, failure.text) for rank, failure in alive.items() if failure.text != INTERRUPTED]
         late = any("timed out" in text.lower() for _, text in texts)
         if late:
-            who = f"{names} did not answer" if lost else f"all {self.world_size} ranks are alive, but not in step"
+            who = f"{names} did not answer" if lost else f"all {self.world_size} ranks are alive but out of step"
             rank, text = texts[0]
-            return (
-                f"timed out: {who}; {remedy}; give a longer --train.timeout if they are only slow (rank {rank}: {text})"
-            )
+            return f"timed out: {who}; {remedy}; if they are just slow, raise --train.timeout (rank {rank}: {text})"
         if lost:
             return f"{names} exited or stopped responding; {remedy}"
         return " ".join(f"rank {rank}: {text}; {remedy}" for rank, text in texts[:1]) or INTERRUPTED
@@ -232,10 +229,10 @@ def _shown(facts: Mapping[str, Any], name: str) -> str:
 
 
 def _name_of_start(store: Store, rank: int, world_size: int) -> str:
-    """Agree on a name for this start, the same on all ranks and different after every restart.
+    """Agree on a name for this start that is the same on all ranks and differs after every restart.
 
-    The launcher's store keeps the keys of earlier starts, among them addresses of processes that are gone, and the
-    launcher's restart count differs between nodes. So the main rank answers each rank of this start by a fresh name.
+    The launcher's store keeps keys from earlier starts, including addresses of dead processes, and the launcher's
+    restart count differs between nodes. So the main rank sends each rank of this start a fresh name.
     """
     mine = uuid.uuid4().hex
     if rank > 0:
@@ -247,7 +244,7 @@ def _name_of_start(store: Store, rank: int, world_size: int) -> str:
     end = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     while store.add(f"joined/{mine}", 0) < world_size - 1:
         for other in range(1, world_size):
-            if store.check([f"hello/{other}"]):  # possibly from an earlier start; then nobody reads the answer
+            if store.check([f"hello/{other}"]):  # if it is from an earlier start, nobody reads the answer
                 store.set(f"start/{store.get(f'hello/{other}').decode()}", mine)
         if time.monotonic() > end:
             raise ValueError(f"not all of the {world_size} ranks started within {JOIN_TIMEOUT}; start them again")
@@ -256,18 +253,18 @@ def _name_of_start(store: Store, rank: int, world_size: int) -> str:
 
 
 def from_main(rendezvous: Rendezvous | None, make: Callable[[], Any]) -> Any:
-    """Return `Rendezvous.from_main(make)`; in a single process, `make()`."""
+    """Return `rendezvous.from_main(make)` or, in a single process, `make()`."""
     return make() if rendezvous is None else rendezvous.from_main(make)
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Return True for the errors that a collective raises when another rank has exited or does not answer."""
+    """Return True for an error that a collective raises because another rank has exited or does not answer."""
     lost = DistNetworkError | DistStoreError
     return isinstance(error, lost) or (isinstance(error, RuntimeError) and bool(LOST.search(str(error))))
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
-    """Run Python with these arguments in `processes` local processes through torchrun's launcher; return the exit code.
+    """Run Python with these arguments in `processes` local processes with torchrun's launcher; return the exit code.
 
     The launcher forwards signals and waits for the ranks.
     """
@@ -275,15 +272,15 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Ranks report their own failures. Setting a level here would not do: torch sets one on each child logger.
+    # Ranks report their own failures. Setting a level here has no effect, since torch sets one on each child logger.
     launcher = logging.getLogger("torch.distributed.elastic")
     launcher.addHandler(logging.NullHandler())
     launcher.propagate = False
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks report a lost store themselves
-    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ["SIGHUP"]  # as nohup ignores it
-    # Without local_addr, ranks would look for the machine's own name, which not every machine resolves.
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ["SIGHUP"]  # nohup ignores it
+    # Without local_addr, ranks would look up the machine's own name, which not every machine can resolve.
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id="none", rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, local_addr="localhost",

@@ -1,10 +1,10 @@
 """ZeRO-1: every rank has all parameters and gradients; each rank's optimizers step the rows that it owns.
 
-The gradients of a bucket are reduce-scattered to their owners while backward still computes others, each owner steps
-its rows with the optimizers of a single process, and the rows are all-gathered while the next are stepped. A row is
-what an optimizer steps independently: a matrix under Muon, a vector under AdamW. torch's `ZeroRedundancyOptimizer`
-assigns whole parameters to ranks, so that one stack of experts cannot be divided, broadcasts them only after the
-whole step, and needs DDP to reduce every gradient to every rank first.
+The gradients of a bucket are reduce-scattered to their owners while backward is still computing others. Each owner
+steps its rows with ordinary single-process optimizers, and the rows are all-gathered while the next are stepped. A row
+is what an optimizer steps independently: a matrix under Muon, a vector under AdamW. torch's `ZeroRedundancyOptimizer`
+assigns whole parameters to ranks, so it cannot divide a stack of experts. It also broadcasts only after the whole step,
+and needs DDP to reduce every gradient to every rank first.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 
 from .optimizer_shards import LocalParameter, OptimizerShards, Slice
 
-BUCKET_BYTES = 32 << 20  # large enough to use a link's bandwidth, small enough for the first to leave early
+BUCKET_BYTES = 32 << 20  # large enough to use a link's bandwidth, small enough to start sending early
 
-# torch 2.13 renames both.
+# torch 2.13 renames both functions.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _rows(replica: LocalParameter) -> Tensor:
-    """Return a view of shape (rows, …); a matrix that is stepped as a whole is one row."""
+    """Return a view of shape (rows, …). A matrix that is stepped as a whole is one row."""
     data = replica.parameter.data
     return data if replica.by_row else data[None]
 
 
 class _Bucket:
-    """Parameters with rows of one shape, whose storage it provides: they and their gradients are views of two buffers.
+    """Parameters with rows of one shape. The parameters and their gradients are views of two buffers of the bucket.
 
-    Rank i of the group owns the i-th run of rows; all runs are equally long, and the last are padded with zeros.
+    Rank i of the group owns the i-th run of rows. All runs are equally long; the last ones are padded with zeros.
     """
 
     def __init__(self, replicas: list[LocalParameter]) -> None:
@@ -74,14 +74,14 @@ class _Bucket:
 
 
 def _slice(replica: LocalParameter, start: int, stop: int) -> Slice:
-    """Return the slice of the full parameter that rows `start` to `stop` of the replica are."""
+    """Return the slice of the full parameter that rows `start` to `stop` of the replica correspond to."""
     if not replica.by_row:
         return Slice(0, len(replica.parameter) if start < stop else 0, replica.slice.shape)
     return Slice(replica.slice.start + start, replica.slice.start + stop, replica.slice.shape)
 
 
 class ZeRO1(OptimizerShards):
-    """Optimizer shards for replicated parameters; split experts are sharded over the ranks that hold the same ones.
+    """Optimizer shards for replicated parameters. Split experts are sharded over the ranks that hold the same experts.
 
     The parameters become views of buffers: create this once they are on their device, before anything refers to them.
     """
@@ -105,7 +105,7 @@ class ZeRO1(OptimizerShards):
         self._missing = [len(bucket.replicas) for bucket in self.buckets]
 
     def _on_gradient(self, number: int) -> None:
-        """Reduce every complete bucket, in the same order on all ranks."""
+        """Reduce all complete buckets, in the same order on every rank."""
         if not self._is_last_backward:
             return
         self._missing[number] -= 1
@@ -139,7 +139,7 @@ class ZeRO1(OptimizerShards):
 
 
 def _filled(replicas: Iterable[LocalParameter]) -> list[list[LocalParameter]]:
-    """Return the buckets in the order in which backward completes them, roughly that of the parameters reversed."""
+    """Return the buckets in the order in which backward completes them, roughly the reverse order of the parameters."""
     closed: list[list[tuple[int, LocalParameter]]] = []
     filling: dict[object, list[tuple[int, LocalParameter]]] = {}
     for entry in enumerate(reversed(list(replicas))):

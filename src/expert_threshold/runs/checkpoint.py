@@ -1,4 +1,4 @@
-"""Checkpoints: folders of safetensors and JSON files, written atomically, with hashes of every file in a manifest.
+"""Checkpoints: folders of safetensors and JSON files, written atomically, with a manifest that holds their hashes.
 
     step_000100/
       manifest.json           format, version, step; size and sha256 of every other file; written last
@@ -6,8 +6,8 @@
       model.safetensors       one file per part: {name: tensor}
       optimizer.safetensors
 
-Each of several ranks writes its own files in parallel, such as `model_of_rank_0.safetensors`. These hold whole tensors,
-or parts along the first dimension, whose places are in the metadata. Parts that overlap or leave gaps are rejected.
+Several ranks write their own files in parallel, such as `model_of_rank_0.safetensors`. These contain whole tensors or
+slices along the first dimension, whose positions are in the metadata. Slices that overlap or leave gaps are rejected.
 Readers get whole tensors, so any number of ranks can resume.
 """
 
@@ -39,11 +39,11 @@ _FOLDER_NAME = re.compile(r"step_(\d{6,})")
 
 
 class Part(NamedTuple):
-    """A slice of a tensor along the first dimension, from `start` on."""
+    """A slice of a tensor along the first dimension, starting at index `start`."""
 
     tensor: Tensor
     start: int
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
 
 
 Tensors = Mapping[str, Mapping[str, Tensor | Part]]
@@ -63,9 +63,9 @@ def folder_of(parent: Path, step: int) -> Path:
 
 
 def saved_steps(parent: Path) -> list[int]:
-    """Return the saved steps in ascending order, including checkpoints on another disk that are linked here.
+    """Return the saved steps in ascending order, including linked checkpoints on another disk.
 
-    Half-written checkpoints never have a step's name. Raises ValueError if `parent` is a dangling link.
+    A half-written checkpoint never has the name of a step. Raises ValueError if `parent` is a dangling link.
     """
     if not _is_there(parent):
         return []
@@ -75,17 +75,17 @@ def saved_steps(parent: Path) -> list[int]:
 
 
 def _is_there(parent: Path) -> bool:
-    """Return True if the folder exists. Raises ValueError for a dangling link, as of a run on an absent disk."""
+    """Return True if the folder exists. Raises ValueError for a dangling link, for example to an absent disk."""
     if parent.is_symlink() and not parent.exists():
         raise ValueError(
-            f"{parent}: links to {os.readlink(parent)}, which is not there; bring that disk back, or remove the link "
-            "to go on without its checkpoints"
+            f"{parent}: links to {os.readlink(parent)}, which does not exist; reconnect that disk, or remove the link "
+            "to continue without its checkpoints"
         )
     return parent.exists()
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder or a file; of a link only the link, since its target may not belong to the run."""
+    """Remove a folder or a file. If it is a link, its target stays, since that may not belong to the run."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -93,10 +93,10 @@ def _remove(path: Path) -> None:
 
 
 def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int | None = None) -> None:
-    """Save a checkpoint atomically: it exists whole or not at all, even if the process is killed.
+    """Save a checkpoint atomically: it exists complete or not at all, even if the process is killed.
 
-    A step that is already saved is kept, since a run has one state per step. OSError (a full disk) and every other
-    exception leave all earlier checkpoints intact. keep: as in `commit`.
+    A step that is already saved is left as it is, since a run has one state per step. After OSError (a full disk) or
+    any other exception, all earlier checkpoints are intact. keep: as in `commit`.
     """
     temporary = begin(parent, step)
     if temporary is None:
@@ -108,7 +108,7 @@ def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any], k
 
 
 def begin(parent: Path, step: int) -> Path | None:
-    """Return an empty folder for a checkpoint's files, or None if that step is already saved. Removes leftovers of
+    """Return an empty folder for a checkpoint's files, or None if the step is already saved. Removes leftovers of
     checkpoints that were never committed.
     """
     if not _is_there(parent):
@@ -129,7 +129,7 @@ def begin(parent: Path, step: int) -> Path | None:
 
 
 def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> Fingerprints:
-    """Write a file for each part. rank: this rank, if several write to the folder at once. May run in any thread."""
+    """Write one file per part. rank: this rank, if several ranks write to the folder. May be called in any thread."""
     names = []
     for part, content in tensors.items():
         names.append(f"{part}.safetensors" if rank is None else f"{part}_of_rank_{rank}.safetensors")
@@ -139,14 +139,14 @@ def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> F
 
 
 def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any], keep: int | None = None) -> None:
-    """Commit the files that all ranks have written, with these fingerprints, as the checkpoint of `step`.
+    """Make the files that all ranks have written, with their fingerprints, the checkpoint of `step`.
 
-    keep: how many of the newest checkpoints stay, `step` in any case; None keeps all. Of a linked checkpoint only the
-    link is removed.
+    keep: number of newest checkpoints to keep, or None for all; `step` is kept in any case. The target of a linked
+    checkpoint is never removed.
     """
     temporary = _temporary(parent, step)
     write_synced(temporary / "state.json", to_json(state, indent=1).encode())
-    for name in files:  # safetensors creates files that only their owner can read
+    for name in files:  # safetensors makes files readable only by their owner
         shutil.copymode(temporary / "state.json", temporary / name)
     files = {**files, "state.json": _fingerprint(temporary / "state.json")}
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": dict(sorted(files.items()))}
@@ -166,17 +166,17 @@ def _temporary(parent: Path, step: int) -> Path:
 
 
 def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Checkpoint:
-    """Load the checkpoint of `step`, only `parts` of its tensors if given, after checking every loaded file against
-    the manifest. Nothing is unpickled.
+    """Load the checkpoint of `step`, or only some `parts` of its tensors, without unpickling anything.
 
-    Raises ValueError that names what is damaged, missing or foreign, and the checkpoint to fall back on.
+    Every file is checked against the manifest before it is loaded. Raises ValueError that names what is damaged,
+    missing or foreign, and the checkpoint to fall back on.
     """
     folder = folder_of(parent, step)
     try:
         names = [name for name in _listed(folder) if parts is None or _part_of(name) in parts]
         missing = set(parts or ()) - set(map(_part_of, names))
         if missing:
-            raise ValueError(f"{folder}: holds no {', '.join(sorted(missing))}")
+            raise ValueError(f"{folder}: contains no {', '.join(sorted(missing))}")
         verify(folder, {*names, "state.json"})
         state = read_json(folder / "state.json")
         files = [name for name in names if name != "state.json"]
@@ -190,7 +190,7 @@ def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Check
 
 
 def verify(folder: Path, names: Collection[str] | None = None) -> None:
-    """Check the files, all or those named, against the manifest. Raises ValueError on the first difference."""
+    """Check all files, or only those in `names`, against the manifest. Raises ValueError on the first difference."""
     for name, expected in _listed(folder).items():
         if names is not None and name not in names:
             continue
@@ -200,11 +200,11 @@ def verify(folder: Path, names: Collection[str] | None = None) -> None:
         found = _fingerprint(path, expected["size"])
         if found != expected:
             what = "size" if found["size"] != expected["size"] else "sha256"
-            raise ValueError(f"{path}: damaged: its {what} is not the manifest's")
+            raise ValueError(f"{path}: damaged: its {what} does not match the manifest")
 
 
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the files of a checkpoint with size and hash, after validating the manifest."""
+    """Validate the manifest of a checkpoint and return its files with their sizes and hashes."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise ValueError(f"{path}: the file is missing")
@@ -231,8 +231,8 @@ def _remedy(parent: Path, step: int) -> str:
             verify(folder_of(parent, earlier))
         except ValueError:
             continue
-        return f"remove {folder_of(parent, step)} to fall back on {folder_of(parent, earlier).name}, which is whole"
-    return "no earlier checkpoint is whole: restore this one from a copy, or train again with another --out"
+        return f"remove {folder_of(parent, step)} to fall back on {folder_of(parent, earlier).name}, which is intact"
+    return "no earlier checkpoint is intact: restore this one from a copy, or train again with another --out"
 
 
 def _part_of(file: str) -> str:
@@ -260,7 +260,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
 
 
 def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
-    """Return the tensors in all ranks' files of a part. Raises ValueError unless slices cover each exactly once."""
+    """Return the tensors in all ranks' files of a part. Raises ValueError unless slices cover each tensor once."""
     tensors: dict[str, Tensor] = {}
     parts: defaultdict[str, list[Part]] = defaultdict(list)
     for path in paths:
@@ -274,17 +274,17 @@ def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
                     parts[name].append(Part(file.get_tensor(name), start, tuple(shape)))
                 else:
                     tensors[name] = file.get_tensor(name)
-    while parts:  # freed as they are joined, since together they are as large as the checkpoint
+    while parts:  # frees slices as they are joined: in all they are as large as the checkpoint
         name, found = parts.popitem()
         try:
             tensors[name] = _join(found)
         except ValueError as error:
-            raise ValueError(f"{paths[0].parent}: {name} is not whole: {error}") from None
+            raise ValueError(f"{paths[0].parent}: {name} is incomplete: {error}") from None
     return tensors
 
 
 def _join(parts: list[Part]) -> Tensor:
-    """Return the tensor joined from its slices. Raises ValueError unless they cover it exactly once."""
+    """Return a tensor joined from its slices. Raises ValueError unless they cover it exactly once."""
     parts = sorted(parts, key=lambda part: (part.start, len(part.tensor)))
     shape, dtype = parts[0].shape, parts[0].tensor.dtype
     end = 0
@@ -300,7 +300,7 @@ def _join(parts: list[Part]) -> Tensor:
 
 
 def _fingerprint(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Return size and hash; the hash is empty if the size is not the expected one, since it is not needed then."""
+    """Return the size and the hash of a file. The hash is left empty if `size` is given and differs."""
     found = path.stat().st_size
     if size not in (None, found):
         return {"size": found, "sha256": ""}

@@ -1,4 +1,4 @@
-"""A run folder: everything that a training run writes and that is needed to resume, repeat or use it."""
+"""A run folder: everything that a training run writes, enough to resume, repeat or use the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VERSION = 2
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer in a file. Raises ValueError if it is missing or damaged."""
+    """Load a tokenizer from a file. Raises ValueError if the file is missing or damaged."""
     if not path.is_file():
         raise ValueError(f"{path}: the file is missing; restore it from a copy, or train again")
     return Tokenizer.load(path)
@@ -41,7 +41,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Refer to a folder without touching it; use `create` or `open`."""
+        """Refer to a folder without touching it. Use `create` or `open` instead."""
         self.path = path
         self.metrics = Metrics(path / "metrics.jsonl")
         self.tokenizer_path = path / "tokenizer.json"
@@ -52,7 +52,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path) -> RunFolder:
-        """Create an empty run folder. Raises ValueError if it is not vacant: no run is ever overwritten."""
+        """Create an empty run folder. Raises ValueError if something is there: no run is ever overwritten."""
         path = Path(path)
         if path.exists() and not (path.is_dir() and is_vacant(path)):
             resume = f"continue it with --resume {path}, or " if (path / "config.json").is_file() else ""
@@ -73,13 +73,13 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the run for training. Raises ValueError that names the holder if another process trains it."""
+        """Lock the run for training. Raises ValueError that names the process if another one is training it."""
         with exclusive(self.path / LOCK):
             yield
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration as given to `write_config`."""
+        """The configuration as passed to `write_config`."""
         return {key: value for key, value in self._read_config().items() if key not in ("format", "version")}
 
     def section(self, name: str) -> dict[str, Any]:
@@ -93,12 +93,12 @@ class RunFolder:
         return section
 
     def model_options(self) -> dict[str, Any]:
-        """Return the options of the model, its rule's included, by path."""
+        """Return the options of the model and its rule, by path."""
         return {f"{part}.{name}": value for part in ("model", "rule") for name, value in self.section(part).items()}
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Name config.json in a ValueError about what it holds."""
+        """Add the path of config.json to a ValueError about its content."""
         try:
             yield
         except ValueError as error:
@@ -112,7 +112,7 @@ class RunFolder:
         config = read_json(self._config_path)
         if config.get("format") != FORMAT:
             raise ValueError(
-                f"{self._config_path}: not written by expert-threshold, or damaged; name the --out of an `et train`"
+                f"{self._config_path}: damaged or not written by expert-threshold; name the --out of an `et train`"
             )
         if config.get("version") != VERSION:
             raise ValueError(
@@ -126,12 +126,12 @@ class RunFolder:
             tokenizer.save(temporary)
 
     def tokenizer(self) -> Tokenizer:
-        """Return the run's tokenizer. Raises ValueError if it is missing, damaged or another model's."""
+        """Return the run's tokenizer. Raises ValueError if it is missing, damaged or from another model."""
         tokenizer = read_tokenizer(self.tokenizer_path)
         vocab_size = self.section("model").get("vocab_size")
         if tokenizer.vocab_size != vocab_size:
             raise ValueError(
-                f"{self.tokenizer_path}: has {tokenizer.vocab_size} tokens, but the model of config.json {vocab_size}; "
+                f"{self.tokenizer_path}: has {tokenizer.vocab_size} tokens, but config.json says {vocab_size}; "
                 "restore it from a copy, or train again"
             )
         return tokenizer
@@ -141,27 +141,27 @@ class RunFolder:
         return checkpoint.saved_steps(self.checkpoints_path)
 
     def latest_checkpoint(self) -> int | None:
-        """Return the step of the newest checkpoint, or None before the first."""
+        """Return the step of the newest checkpoint, or None if there is none yet."""
         return max(self.checkpoints(), default=None)
 
     @property
     def has_lost_checkpoints(self) -> bool:
-        """True if no checkpoint is left of a run that saved one, since a report is written after that."""
+        """True if the run once saved a checkpoint but none is left. A report proves that it did."""
         return self.report.exists() and self.latest_checkpoint() is None
 
     def save_checkpoint(self, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int | None = None) -> None:
         """Save `tensors` (part -> name -> tensor) and `state` (strict JSON with text keys) atomically.
 
-        keep: how many of the newest checkpoints stay; None keeps all. A step that is already saved does not change.
+        keep: number of newest checkpoints to keep; None keeps all. A step that is already saved does not change.
         Raises OSError if the disk is full; earlier checkpoints stay intact.
         """
         checkpoint.write(self.checkpoints_path, step, tensors, state, keep)
 
     def load_checkpoint(self, step: int | None = None, parts: Collection[str] | None = None) -> Checkpoint:
-        """Return the checkpoint of `step` or the newest, verified, with only `parts` of its tensors if given.
+        """Return the verified checkpoint of `step` (by default the newest), or only some `parts` of its tensors.
 
-        Raises ValueError that names the damaged or missing file and the checkpoint to fall back on, or an option of the
-        model in config.json that the checkpoint was not made with.
+        Raises ValueError that names the damaged or missing file and the checkpoint to fall back on, or a model option
+        in config.json that differs from the checkpoint's.
         """
         steps = self.checkpoints()
         if not steps:
@@ -169,12 +169,12 @@ class RunFolder:
         if step is None:
             step = steps[-1]
         if step not in steps:
-            raise ValueError(f"{self.path}: no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+            raise ValueError(f"{self.path}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}")
         saved = checkpoint.read(self.checkpoints_path, step, parts)
         options = saved.state.get("options", {})
         for path, value in self.model_options().items() if options else ():
             if path not in options or value != options[path]:
-                what = f"{path}={value!r} is not what step {step} was made with"
+                what = f"{path}={value!r} differs from the option that step {step} was trained with"
                 raise ValueError(f"{self._config_path}: {what}; restore it from a copy")
         return saved
 
@@ -188,10 +188,10 @@ def derive(
     model: Mapping[str, Any],
     files: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> RunFolder:
-    """Write a run folder from another without training: its configuration and tokenizer with these weights, atomically.
+    """Write a run folder atomically, with new weights but the configuration and the tokenizer of another run.
 
-    model: its sections of the configuration; files: further JSON objects by name. The source does not change. Raises
-    ValueError if `to` is not empty, OSError if the disk is full.
+    model: the model's sections of the configuration; files: further JSON objects by name. The source does not change.
+    Raises ValueError if `to` is not empty, and OSError if the disk is full.
     """
     with new_folder(to) as temporary:
         run = RunFolder(temporary)
@@ -210,12 +210,12 @@ def load_model(
     compute_dtype: torch.dtype = torch.float32,
     rate: float | None = None,
 ) -> tuple[GPT, Tokenizer]:
-    """Return the model of a run, saved at `step` or last, in evaluation mode, and the run's tokenizer.
+    """Return the model of a run at `step` (by default the last one saved), in evaluation mode, and its tokenizer.
 
-    Weights are in the compute dtype, the routers' in float32; to continue training, read the checkpoint instead.
-    rate: mean fanout, see `GPT.set_rate`.
+    Weights are in the compute dtype, except for float32 routers; to continue training, read the checkpoint instead.
+    rate: mean fanout; see `GPT.set_rate`.
     Raises ValueError if the folder, the checkpoint or the tokenizer is missing, damaged or foreign, or if the model
-    has no such rate.
+    cannot run at this rate.
     """
     folder = RunFolder.open(run)
     weights = folder.load_checkpoint(step, parts=("model",)).tensors["model"]

@@ -13,12 +13,12 @@ from typing import TextIO
 from ..files import TEMPORARY, named
 
 LOCK = ".lock"
-"""The lock file's name in the folder it locks. One that a killed process left locks nothing and is no content."""
+"""The lock file's name in the folder it locks. A file left by a killed process locks nothing and is ignored."""
 
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`. Raises ValueError naming its holder if it is held, even by this process."""
+    """Hold the lock file `path`. Raises ValueError naming the holder if it is already held, even by this process."""
     with ExitStack() as stack:
         with named(path):
             file = _locked(path, stack)
@@ -33,7 +33,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def _locked(path: Path, stack: ExitStack) -> TextIO:
-    """Return the open file, locked; the stack closes it. Raises ValueError if another holds it."""
+    """Open and lock the file; the stack closes it. Raises ValueError if it is already locked."""
     while True:
         file = stack.enter_context(path.open("a+", encoding="utf-8"))
         try:
@@ -41,12 +41,12 @@ def _locked(path: Path, stack: ExitStack) -> TextIO:
         except BlockingIOError:
             file.seek(0)
             holder = file.read() or "another process"
-            raise ValueError(f"{path.parent}: {holder} is at work there; stop it first") from None
-        with suppress(FileNotFoundError):  # its holder removed it after we had opened it
+            raise ValueError(f"{path.parent}: {holder} is working there; stop it first") from None
+        with suppress(FileNotFoundError):  # the previous holder removed the file after we had opened it
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 return file
 
 
 def is_vacant(folder: Path) -> bool:
-    """Return True if the folder is empty but for a lock and files that were never completed, as a kill leaves them."""
+    """Return True if the folder contains at most a lock and incomplete files, such as a killed process leaves."""
     return all(path.name == LOCK or path.name.startswith(TEMPORARY) for path in folder.iterdir())

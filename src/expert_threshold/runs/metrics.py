@@ -17,26 +17,26 @@ log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """A run's measurements, in chronological order. Other processes may read the file while a trainer appends."""
+    """A run's measurements, in chronological order. Other processes may read the file while training appends to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append one line in one write. NaN and infinity become null, as JSON lacks them. OSError adds nothing."""
+        """Append a line in a single write, with null for NaN and infinity. After an OSError, nothing was added."""
         assert isinstance(record["step"], int), record["step"]
         assert isinstance(record["split"], str), record["split"]
         line = (to_json(_finite(record)) + "\n").encode()
         with named(self.path), self.path.open("ab", buffering=0) as file:
             end = file.tell()
-            if file.write(line) < len(line):  # a full disk accepts a part and fails only at the next write
+            if file.write(line) < len(line):  # a full disk accepts part of it and fails at the next write
                 file.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def read(self) -> list[dict[str, Any]]:
-        """Return every record. A torn last line, from a crash or a write in progress, is skipped and logged.
+        """Return all records. A torn last line, from a crash or a write in progress, is skipped and logged.
 
-        Raises ValueError for damage anywhere else, naming the line.
+        Raises ValueError naming the line if any other line is damaged.
         """
         if not self.path.exists():
             return []
@@ -48,20 +48,20 @@ class Metrics:
         whole = []
         for number, record in enumerate(records[: len(lines)], start=1):
             if record is None:
-                raise ValueError(f"{self.path}: line {number} is damaged; delete that line to go on without it")
+                raise ValueError(f"{self.path}: line {number} is damaged; delete that line to continue without it")
             whole.append(record)
         if torn:
-            log.warning("%s: line %d is torn and was left out", self.path, len(lines) + 1)
+            log.warning("%s: line %d is incomplete and was skipped", self.path, len(lines) + 1)
         return whole
 
     def truncate_after(self, step: int) -> None:
-        """Drop lines of later steps and a torn last line, so that a run resumed from `step` writes them again."""
+        """Drop lines of later steps and a torn last line, because a run resumed from `step` writes them again."""
         kept = [to_json(record) + "\n" for record in self.read() if record["step"] <= step]
         replace_file(self.path, "".join(kept).encode())
 
 
 def _finite(value: Any) -> Any:
-    """Return `value` with null for every float that JSON cannot hold."""
+    """Return `value` with None in place of every float that JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

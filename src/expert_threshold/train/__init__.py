@@ -1,4 +1,4 @@
-"""Training: `loop.py` is the loop; the other files prepare, evaluate, log and save for it."""
+"""Training: the loop is in `loop.py`; the other files prepare, evaluate, log and save for it."""
 
 from .config import TrainConfig
 from .log import DivergedError

@@ -1,4 +1,4 @@
-"""Checks of options that run before any long work."""
+"""Checks options before any long work starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .log import require_tracker
 
 SAME_COMMAND = "start the same command with the same version on every rank"
 
-# Options that may change when a run is resumed, because they do not change what it learns.
+# Options that may change when a run is resumed, because they do not affect what it learns.
 FREE_ON_RESUME = {
     "device", "activation_checkpointing", "compile", "log_every", "eval_every", "eval_tokens", "sample_every",
     "checkpoint_every", "keep_checkpoints", "track", "threads", "core_every", "core_max_per_task",
@@ -35,7 +35,7 @@ FREE_ON_RESUME = {
 
 
 def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
-    """Raise ValueError for options that cannot train any text, or not on this machine or this number of ranks."""
+    """Raise ValueError if the options cannot work with any text, on this machine or with this number of ranks."""
     require_backend(model, config)
     if config.threads is not None:
         require_few(config.threads)
@@ -53,7 +53,7 @@ def require_split(model: GPTConfig, config: TrainConfig, ranks: int) -> None:
 
 
 def require_backend(model: GPTConfig, config: TrainConfig) -> None:
-    """Raise ValueError if the model's backend cannot compute its experts on the run's device, in its dtype."""
+    """Raise ValueError if the model's backend does not support the run's device, dtype or experts."""
     device = pick_device(config.device)
     x = torch.zeros(0, model.d_model, dtype=pick_dtype(config.dtype, device), device=device)
     with torch.device("meta"):
@@ -62,14 +62,14 @@ def require_backend(model: GPTConfig, config: TrainConfig) -> None:
 
 
 def require_few(threads: int) -> None:
-    """Raise ValueError for far more threads than cores; the system kills a process that has too many."""
+    """Raise ValueError if there are far more threads than cores; the system kills a process with too many."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if threads > most:
-        raise ValueError(f"threads={threads} is more than this machine can use; give --threads of at most {most}")
+        raise ValueError(f"threads={threads} is more than this machine can use; give at most {most}")
 
 
 def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
-    """Raise ValueError if the rule refuses the micro-batch: k = 0, or a pool that does not divide it."""
+    """Raise ValueError if the rule refuses the micro-batch, because k = 0 or because the pool does not divide it."""
     local = local_batch(config.batch_size, config.accumulation, model.rule, ranks)
     if model.rule is not None and model.dense_layers < model.layers:
         try:
@@ -82,9 +82,9 @@ def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
 
 
 def decisive(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, of the content of config.json, that decide what a run learns, but for its number of steps.
+    """Return the options in config.json that decide what a run learns, except for the number of steps.
 
-    Text is compared by its hash.
+    The text is not among them, because it is compared by its hash.
     """
     free = {f"train.{name}" for name in (*FREE_ON_RESUME, "steps")}
     options = {f"{part}.{name}": v for part in ("model", "rule", "optim", "train") for name, v in record[part].items()}
@@ -93,12 +93,12 @@ def decisive(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_unchanged(folder: RunFolder, record: Mapping[str, Any], budget: Budget, saved: Checkpoint) -> None:
-    """Raise ValueError naming each option that differs from those with which the checkpoint was made.
+    """Raise ValueError naming each option that differs from the checkpoint's.
 
-    record: the content of config.json with the options given. budget: from config.json.
+    record: the content of config.json, updated by the given options. budget: from config.json.
     """
     options = decisive(record)
-    with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
+    with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to resume from an earlier one"):
         before, decided, _ = saved.state["options"], saved.state["decisions"], saved.state["elapsed"]
     differing = [
         f"{name}={options.get(name)!r} differs from {before.get(name)!r}"
@@ -109,17 +109,17 @@ def require_unchanged(folder: RunFolder, record: Mapping[str, Any], budget: Budg
         differing.append(f"train.steps={budget.decisions[-1].steps} differs from {decided[-1][1]}")
     if differing:
         raise ValueError(
-            f"{'; '.join(differing)}, with which step {saved.step} of {folder.path} was made; restore it in "
-            f"config.json, give --steps to train longer, or start another run with --init-from {folder.path}"
+            f"{'; '.join(differing)}, as used for step {saved.step} of {folder.path}; restore it in config.json, "
+            f"give --steps to train longer, or start another run with --init-from {folder.path}"
         )
 
 
 def require_same_corpus(folder: RunFolder, corpus: Corpus) -> None:
-    """Raise ValueError if the text is not the one that the run started with."""
+    """Raise ValueError if the text differs from the text that the run started with."""
     before = folder.section("corpus").get("hash")
     if corpus.hash != before:
         raise ValueError(
             f"source={corpus.name!r} has changed since {folder.path} started (sha256 {corpus.hash[:12]}…, was "
-            f"{str(before)[:12]}…); restore the text, name where it is with --data, "
+            f"{str(before)[:12]}…); restore the text, give its path with --data, "
             f"or start another run with --init-from {folder.path}"
         )

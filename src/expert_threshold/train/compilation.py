@@ -1,4 +1,4 @@
-"""Decides whether to compile the model of a run, and compiles it."""
+"""Decides whether to compile a run's model, and compiles it."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import torch
 from ..model import GPT, GPTConfig, Output, flops_per_token
 from .config import TrainConfig
 
-# FLOPs of a run above which compiling clearly saves time. On a CPU it takes up to a minute and saves a tenth of the
-# steps' time, a fifth without our kernels (docs/log/training.md); on a GPU it was not measured.
+# FLOPs of a run above which compiling clearly saves time. On a CPU it takes up to a minute and makes steps a tenth
+# shorter, or a fifth without our kernels (docs/log/training.md). It was not measured on a GPU.
 PAYS = {"cpu": 2e14, "cuda": 1e16}
-GRAPHS = 64  # the least number of graphs that torch keeps per process: `et compare` trains many models in one
+GRAPHS = 64  # torch must keep at least this many graphs per process, since `et compare` trains many models in one
 
 
 def pick_compile(
     model: GPTConfig, config: TrainConfig, device: torch.device, ranks: int, say: Callable[[str], None]
 ) -> bool:
-    """Return True to compile: for `on`, and for `auto` if it pays and works. Raises ValueError if `on` cannot work.
+    """Return True to compile: for `on`, and for `auto` if it pays off and works. Raises ValueError if `on` cannot work.
 
-    say: prints a line before anything slow.
+    say: called with a line to print before anything slow.
     """
     if config.compile == "off" or (config.compile == "auto" and (ranks > 1 or not _pays(model, config, device))):
         return False
     if ranks > 1:
-        raise ValueError("compile='on': only runs of one process are compiled; give --compile off")
-    say("trying torch's compiler, half a minute the first time")
+        raise ValueError("compile='on': only single-process runs can be compiled; give --compile off")
+    say("trying torch's compiler, which takes half a minute the first time")
     reason = failure(device)
     if reason is None:
         say("the model is compiled at the first step, which takes up to a minute")
     elif config.compile == "on":
         raise ValueError(f"compile='on' does not work on this machine ({reason}); give --compile off")
     else:
-        say(f"it does not work on this machine ({reason}); training without it")
+        say(f"the compiler does not work on this machine ({reason}); training without it")
     return reason is None
 
 
 def compiled(model: GPT) -> Callable[..., Output]:
-    """Return the model's forward, compiled with its backward as one graph for batches of one shape."""
-    import torch._dynamo  # takes seconds, which a run that is not compiled saves
+    """Return the model's forward, compiled as one graph, backward included, for batches of one shape."""
+    import torch._dynamo  # takes seconds, which other runs save
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     forward: Callable[..., Output] = torch.compile(model, fullgraph=True, dynamic=False)
@@ -50,17 +50,17 @@ def compiled(model: GPT) -> Callable[..., Output]:
 def _pays(model: GPTConfig, config: TrainConfig, device: torch.device) -> bool:
     tokens = config.batch_size * model.context
     if device.type != "cpu" and model.rule is not None and model.rule.max_pairs(tokens, training=True) is None:
-        return False  # buffers would have to hold every token for every expert
+        return False  # buffers would need room for every token at every expert
     flops = config.steps * config.accumulation * tokens * flops_per_token(model)
     return flops >= PAYS.get(device.type, float("inf"))
 
 
 @functools.cache
 def failure(device: torch.device) -> str | None:
-    """Return why nothing compiles for the device, None if it does. Takes seconds the first time."""
+    """Return why torch cannot compile for the device, or None if it can. Takes seconds the first time."""
     try:
         torch.compile(lambda x: x.square() + 1, fullgraph=True)(torch.ones(64, device=device))
     except Exception as error:  # an absent or broken compiler can raise anything
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # "backend='inductor' raised:", then what
+        return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # "backend='inductor' raised:", then why
     return None

@@ -15,42 +15,42 @@ TrackerName = Literal["none", "tensorboard", "trackio", "wandb"]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training loop. The length of a sequence is the model's context. Intervals count optimizer steps."""
+    """Options of the training loop. Sequences are as long as the model's context; intervals are in optimizer steps."""
 
     steps: Count = option(1000, "Optimizer steps.")
     batch_size: Count = option(8, "Sequences in a micro-batch.")
     accumulation: Count = option(1, "Micro-batches in an optimizer step.")
     seed: Annotated[int, Bounds(least=0, below=2**63)] = option(0, "Seed of the weights and of the data order.")
-    device: DeviceName = option("auto", "Device to train on. auto is cuda if available, else cpu.")
+    device: DeviceName = option("auto", "Device to train on. auto picks cuda if available, else cpu.")
     dtype: DtypeName = option(
-        "auto", "Dtype of matrix products. auto is bfloat16 where the hardware has it, else float32."
+        "auto", "Dtype of matrix products. auto picks bfloat16 if the hardware supports it, else float32."
     )
     activation_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     compile: CompileName = option(
-        "auto", "Use torch.compile. auto does from 2·10¹⁴ FLOPs on (GPU: 10¹⁶), in one process, if it works."
+        "auto", "Use torch.compile. auto does if it works and one process computes 2·10¹⁴ FLOPs or more (GPU: 10¹⁶)."
     )
-    log_every: Count = option(10, "Steps between lines of training metrics. A line holds means over these steps.")
+    log_every: Count = option(10, "Steps per line of training metrics. Each line holds means over its steps.")
     eval_every: Count | None = option(
-        250, "Steps between validations. The last step is validated too; none switches validation off."
+        250, "Steps between validations. The last step is also validated; none switches validation off."
     )
-    eval_tokens: Count | None = option(None, "Tokens of a validation. Defaults to the whole validation split.")
+    eval_tokens: Count | None = option(None, "Tokens per validation. Defaults to the whole validation split.")
     core_every: Count | None = option(
-        None, "Steps between evaluations of CORE. The last step is evaluated too; none switches CORE off."
+        None, "Steps between CORE evaluations. The last step is also evaluated; none switches CORE off."
     )
-    core_max_per_task: Count | None = option(None, "Maximum number of questions of each task of CORE. Defaults to all.")
+    core_max_per_task: Count | None = option(None, "Maximum number of questions per CORE task. Defaults to all.")
     sample_every: Count | None = option(
-        None, "Steps between samples of text. The last step is sampled too; none switches samples off."
+        None, "Steps between text samples. A sample is also written at the last step; none switches samples off."
     )
     checkpoint_every: Count | None = option(250, "Steps between checkpoints. Omit to save only at the end.")
     keep_checkpoints: Count | None = option(None, "Number of newest checkpoints to keep. Defaults to all.")
-    track: TrackerName = option("none", "Tracker that receives metrics in addition to metrics.jsonl.")
+    track: TrackerName = option("none", "Tracker that also receives what is written to metrics.jsonl.")
     threads: Count | None = option(None, "CPU threads. Defaults to torch's choice.")
     expert_parallel: Count = option(
-        1, "Ranks over which the experts of a layer are split. 1 keeps all of them on every rank."
+        1, "Number of ranks over which a layer's experts are split. 1 keeps all experts on every rank."
     )
-    shard: bool = option(False, "Split parameters, gradients and optimizer state over all ranks, to save memory.")
+    shard: bool = option(False, "Split parameters, gradients and optimizer state over all ranks to save memory.")
     timeout: Count = option(600, "Seconds without an answer after which a rank counts as lost.")
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a value that cannot train."""
+        """Raise ValueError for an invalid value."""
         require_valid(TrainConfig, vars(self))

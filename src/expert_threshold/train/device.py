@@ -1,4 +1,4 @@
-"""The machine that a run is on: its device, its compute dtype and its memory allocator."""
+"""Settings for the machine of a run: device, compute dtype and memory allocator."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..optim.muon import fast_dtype
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device of that name; 'auto' prefers CUDA to the CPU. Raises ValueError if the device is absent."""
+    """Return the named device; 'auto' prefers CUDA to the CPU. Raises ValueError if the device is absent."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={name}: torch {torch.__version__} sees no CUDA device; use --device cpu")
+        raise ValueError(f"device={name}: torch {torch.__version__} finds no CUDA device; use --device cpu")
     if name == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"device={name}: torch {torch.__version__} sees no Apple GPU; use --device cpu")
+        raise ValueError(f"device={name}: torch {torch.__version__} finds no Apple GPU; use --device cpu")
     return torch.device(name)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the compute dtype of that name; 'auto' is bfloat16 if the hardware multiplies it, else float32."""
+    """Return the named compute dtype; 'auto' picks bfloat16 if the hardware multiplies it, else float32."""
     dtypes = {"auto": fast_dtype(device), "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name not in dtypes:
         raise ValueError(f"dtype={name!r} is unknown; use one of {', '.join(dtypes)}")
@@ -38,12 +38,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if the kernels of `kernels/cpu` run for that device and dtype; builds them if necessary."""
+    """Return True if the kernels of `kernels/cpu` support this device and dtype. Builds them if necessary."""
     return device.type == "cpu" and dtype == torch.bfloat16 and available()
 
 
 def kernels_off(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return a line that says why a run on a CPU has no kernels; None if it has them, or runs on a GPU."""
+    """Return a line on why a CPU run does without kernels, or None if it uses them or runs on a GPU."""
     if device.type != "cpu" or kernels_run(device, dtype):
         return None
     by_choice = dtype != torch.bfloat16 and fast_dtype(device) == torch.bfloat16
@@ -52,7 +52,7 @@ def kernels_off(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _cpu() -> str:
-    """Return the processor's name, with family and model where it has them: virtual machines name many kinds alike."""
+    """Return the processor's name, with family and model if known: virtual machines often hide the exact name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
@@ -65,7 +65,7 @@ def _cpu() -> str:
 
 
 def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
-    """Return what determines the speed of a run: the CPU, its cores, torch's threads, the GPU if `device` is one."""
+    """Return what determines the speed of a run: CPU, cores, torch's threads, and the GPU if `device` is one."""
     return {
         "system": platform.system(),
         "cpu": _cpu(),
@@ -79,11 +79,11 @@ HEAP_BYTES = 4 << 30  # of address space, not of memory
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory instead of returning it, so that large tensors are not page-faulted again each time.
+    """Make glibc keep freed memory instead of returning it, so that large tensors do not cause page faults every time.
 
-    The heap is grown once by an untouched block of huge pages, in which tensors are then allocated: steps of quickstart
-    have no page faults, instead of thousands of 5 µs each in the first dozens of steps. Affects the whole process; does
-    nothing if malloc is not glibc's.
+    The heap is grown once by an untouched block of huge pages, from which tensors are then allocated. Steps of
+    quickstart then have no page faults, instead of thousands of 5 µs each in the first dozens of steps. This affects
+    the whole process. It does nothing if malloc is not glibc's.
     """
     if sys.platform != "linux":
         return
@@ -92,14 +92,14 @@ def keep_freed_memory() -> None:
         mallopt, malloc, free, madvise = libc.mallopt, libc.malloc, libc.free, libc.madvise
     except (OSError, AttributeError):
         return
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX in malloc.h
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, -1)
     malloc.restype, malloc.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
     block = malloc(HEAP_BYTES)
     if block is None:  # the system does not overcommit
         return
-    huge_page, hugepages = 2 << 20, 14  # MADV_HUGEPAGE of mman.h; a hint, which may be refused
+    huge_page, hugepages = 2 << 20, 14  # MADV_HUGEPAGE in mman.h, a hint that may be refused
     start = -(-block // huge_page) * huge_page
     madvise(ctypes.c_void_p(start), ctypes.c_size_t(HEAP_BYTES - 2 * huge_page), hugepages)
     free(block)
@@ -107,9 +107,9 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Exclude the objects that exist now from garbage collection within the context.
+    """Exclude all existing objects from garbage collection within the context.
 
-    A corpus and a tokenizer leave millions of objects, and each collection over them takes as long as a small step.
+    A corpus and a tokenizer leave millions of objects, and a collection over them takes as long as a small step.
     """
     if gc.get_freeze_count():  # a host program froze objects; unfreezing would undo that
         yield

@@ -1,4 +1,4 @@
-"""The work between steps: validation, text samples and CORE, which of them are due, and the time that it takes."""
+"""The work between steps: validation, text samples and CORE. Decides what is due, and measures the time it takes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .saving import Saver
 from .state import Prepared, TrainState, random_state, restore_random_state
 
 Sample = Callable[[GPT, Tokenizer, int], str]
-"""Return text that the model writes after a step; the caller of `train` provides it."""
+"""Returns text that the model generates after a step; provided by the caller of `train`."""
 
 Validated = Callable[[int, float], None]
-"""Called with the step and the loss of a validation; an exception from it ends the run."""
+"""Called with the step and the loss of each validation. An exception from it ends the run."""
 
 
 class Timer:
-    """Measures a run's time into `state.elapsed` and its budget; starts when it is created.
+    """Records a run's time in `state.elapsed` and in its budget; starts when created.
 
-    validation: the text that is validated on.
+    validation: the validation text.
     """
 
     def __init__(self, state: TrainState, validation: Tokens | None) -> None:
@@ -41,12 +41,12 @@ class Timer:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of all sessions so far, without preparation and pauses."""
+        """Seconds in all sessions so far, without preparation and pauses."""
         return now() - self._start
 
     @contextmanager
     def measure(self, work: str | None = None) -> Iterator[None]:
-        """Measure a step or, by its name, some work between steps."""
+        """Measure a step or, if named, work between steps."""
         before = now()
         yield
         self._state.budget.took(now() - before, work)
@@ -54,13 +54,13 @@ class Timer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time of the context."""
+        """Exclude the time spent in the context."""
         before = now()
         yield
         self._start += now() - before
 
     def revise_steps(self, log: RunLog) -> None:
-        """Revise the number of steps of a run with a time budget if that is due; the main rank decides for all."""
+        """Revise the number of steps of a run with a time budget, if that is due. The main rank decides for all."""
         state = self._state
         if state.budget.seconds is None:
             return
@@ -72,7 +72,7 @@ class Timer:
 
 
 def _work_between_steps(config: TrainConfig, validation: Tokens | None, context: int) -> dict[str, Between]:
-    """Return the work between steps, by name. Validation is forward alone, a third of a step's work per token."""
+    """Return the work between steps, by name. Validation is only a forward pass, a third of a step's work per token."""
     work = {"checkpoint": Between(config.checkpoint_every)}
     if config.eval_every is not None and validation is not None:
         tokens = min(len(validation), config.eval_tokens or math.inf)
@@ -84,14 +84,14 @@ def _work_between_steps(config: TrainConfig, validation: Tokens | None, context:
 
 
 class _InterruptedError(Exception):
-    """A signal interrupted a long, resumable task."""
+    """Raised if a signal interrupts a long task that can be resumed."""
 
 
 @dataclass
 class Evaluations:
-    """The evaluations that a run makes between its steps.
+    """The evaluations that a run performs between its steps.
 
-    All ranks validate together; the main rank alone writes samples and evaluates CORE while the others wait.
+    All ranks validate together. Only the main rank writes samples and evaluates CORE, while the others wait.
     """
 
     folder: RunFolder
@@ -109,28 +109,28 @@ class Evaluations:
         self.config, self.parallel = self.state.config, self.state.parallel
 
     def run_due(self) -> None:
-        """Validate, write a sample and evaluate CORE, each if it is due at this step and not done yet."""
+        """Validate, write a sample and evaluate CORE, each only if it is due at this step and not done yet."""
         if self._is_validation_due():
             with self.timer.measure("validation"):
                 self._validate()
         if self.parallel.splits_model and self.need_checkpoint():
-            self.saver.finish()  # the main rank reads the model from it
+            self.saver.finish()  # the main rank reads the model from this checkpoint
         if self._is_sample_due():
             with self.timer.measure("sample"):
                 self.parallel.from_main(self._write_sample)
             self.log.samples.add(self.state.step)
         if self._is_core_due():
-            with self.timer.paused():  # the time that a run is given does not include CORE
+            with self.timer.paused():  # a run's time budget does not include CORE
                 completed = self.parallel.from_main(self._evaluate_core)
             if completed:
                 self.log.core_steps.add(self.state.step)
 
     def are_due(self) -> bool:
-        """Return True if something is due at this step and not done yet."""
+        """Return True if an evaluation is due at this step and not done yet."""
         return self._is_validation_due() or self._is_sample_due() or self._is_core_due()
 
     def need_checkpoint(self) -> bool:
-        """Return True if what is due needs a checkpoint first: CORE, and samples of a model that no rank has whole."""
+        """Return True if CORE is due, or a sample of a model that no rank holds whole: both need a checkpoint first."""
         return self._is_core_due() or (self.parallel.splits_model and self._is_sample_due())
 
     def _is_validation_due(self) -> bool:
@@ -169,7 +169,7 @@ class Evaluations:
         replace_file(self.folder.samples / f"step_{state.step:06d}.txt", text.encode())
 
     def _evaluate_core(self) -> bool:
-        """Return False if a signal interrupted it; evaluation.json then has the tasks completed so far."""
+        """Return False if a signal interrupted CORE; evaluation.json then contains the tasks completed so far."""
 
         def progress(task: str) -> Callable[[int, int], None]:
             show = self.display.task(f"CORE, {task}")
@@ -196,7 +196,7 @@ class Evaluations:
         return True
 
     def _full_model(self) -> GPT:
-        """Return the model on the main rank; where no rank has it whole, from the checkpoint of this step."""
+        """Return the whole model on the main rank, loaded from this step's checkpoint if no rank holds it whole."""
         state = self.state
         if not self.parallel.splits_model:
             return state.model

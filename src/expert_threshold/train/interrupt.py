@@ -1,4 +1,4 @@
-"""Stops a run at a signal, after the step in progress."""
+"""Lets a signal stop a run after the step in progress."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 from .state import TrainState
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Ctrl-C, `kill`, a closed terminal, and what Slurm and its users send before a machine is taken away."""
+"""Sent by Ctrl-C, `kill` and a closed terminal, and by Slurm and its users before a machine is taken away."""
 NOTICE = b"\nfinishing this step and saving; Ctrl-C again quits at once\n"
 
 Handler = Callable[[int, FrameType | None], Any] | int
 
 
 def handle(handler: Handler) -> dict[int, Any]:
-    """Install a handler for the signals that stop a run, but SIGHUP if nohup ignores it; return the previous ones."""
+    """Install a handler for the signals that stop a run, and return the previous ones. nohup's SIG_IGN stays."""
     numbers = [n for n in STOPPING if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in numbers}
 
 
 class Interrupt:
-    """A context in which signals raise KeyboardInterrupt; once `deferred`, the first only sets `requested`.
+    """A context in which signals raise KeyboardInterrupt. Once `deferred`, the first signal only sets `requested`.
 
-    quiet: print no notice. Python delivers signals to the main thread only; in other threads nothing is installed.
+    quiet: print no notice. Python delivers signals only to the main thread, so other threads install no handler.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -47,14 +47,14 @@ class Interrupt:
             signal.signal(number, handler)
 
     def stops(self, state: TrainState) -> bool:
-        """Return True once the run is to stop; all ranks agree on the step, by the status of the last one."""
+        """Return True once the run should stop. Ranks agree on the step, because all use the last step's status."""
         return self.requested if state.parallel.world is None else state.status.stop > 0
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Only a person insists: a closing terminal sends SIGHUP twice, and Slurm sends SIGTERM after SIGUSR1.
+        # Only a second Ctrl-C is deliberate: a closing terminal sends SIGHUP twice, Slurm SIGTERM after SIGUSR1.
         if not self.deferred or (self.requested and number == signal.SIGINT):
             raise KeyboardInterrupt
         first, self.requested = not self.requested, True
         if first and not self.quiet:
-            with suppress(OSError):  # the terminal may be what is gone
-                os.write(2, NOTICE)  # a handler may not print in the middle of a print
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, NOTICE)  # print is unsafe here: the signal may have interrupted another print

@@ -1,7 +1,7 @@
 """Shows the progress of a run, and logs its steps and evaluations to its folder and to a tracker.
 
-A terminal gets a live line, anything else plain lines. Only the main rank writes. In metrics.jsonl, keys that a rule
-has no value for are absent; lists have one number per expert.
+On a terminal, progress is a live line, elsewhere plain lines. Only the main rank writes. In metrics.jsonl, a key is
+absent if the rule has no value for it, and a list has one number per expert.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .config import TrackerName
 from .state import Interval, Prepared, TrainState
 
 MAX_SKIPS = 10
-"""A run ends after this many skipped steps in a row."""
+"""The number of consecutive skipped steps after which a run ends."""
 PACKAGES: dict[TrackerName, str] = {
     "tensorboard": "torch.utils.tensorboard",
     "trackio": "trackio",
@@ -37,17 +37,17 @@ PACKAGES: dict[TrackerName, str] = {
 PLAIN_INTERVAL = 5.0  # seconds between plain lines about a long task
 
 Title = Callable[[float | None], str]
-"""Returns the opening of a line, such as the name of the run, for the seconds left, None if unknown."""
+"""Returns the start of a line, such as the name of the run. Called with the seconds left, or None if unknown."""
 
 
 class RunConsole(Console):
-    """A console that falls silent when its terminal, or the reader of its output, is gone: the run goes on."""
+    """A console that falls silent once its terminal, or the reader of its output, is gone. The run then continues."""
 
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
         except OSError as error:
-            if error.errno != errno.EIO:  # what a terminal that is gone answers
+            if error.errno != errno.EIO:  # the error of a terminal that is gone
                 raise
             self.on_broken_pipe()
 
@@ -55,18 +55,18 @@ class RunConsole(Console):
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in (1, 2):
-            os.dup2(nowhere, descriptor)  # else what is still buffered fails again when the process exits
+            os.dup2(nowhere, descriptor)  # otherwise flushing the buffers fails again at exit
 
 
 def say(console: Console, text: str) -> None:
-    """Print a text as it is."""
+    """Print a text unchanged, without markup or wrapping."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Display:
-    """Shows the progress of a run or of other long work on `console`; with None it shows nothing.
+    """Shows the progress of a run or of other long work on `console`; None shows nothing.
 
-    name: the prefix of every line, except for lines about steps, which start with the title.
+    name: the prefix of every line, except that lines about steps start with the title.
     """
 
     def __init__(self, console: Console | None, title: Title = lambda left: "", name: str = "") -> None:
@@ -96,9 +96,9 @@ class Display:
             say(self._console, self._prefix + text)
 
     def task(self, what: str) -> Callable[[int, int], None]:
-        """Return a function to call with the done and the total amount of a long task, which shows its progress."""
+        """Return a function that shows the progress of a long task; call it with the amount done and the total."""
         shown = time.monotonic()
-        first: tuple[int, float] | None = None  # a resumed download, for one, does not start at 0
+        first: tuple[int, float] | None = None  # a resumed download does not start at 0
 
         def progress(done: int, total: int) -> None:
             nonlocal first, shown
@@ -115,7 +115,7 @@ class Display:
         return progress
 
     def begin(self, step: int, steps: int) -> None:
-        """Start the clock of the steps."""
+        """Start timing steps."""
         self._first, self._steps, self._start = step, steps, time.monotonic()
 
     def steps(self, steps: int) -> None:
@@ -123,7 +123,7 @@ class Display:
         self._steps = steps
 
     def step(self, step: int) -> None:
-        """Show that a step was made."""
+        """Show that a step is done."""
         left = self._left(step)
         # A narrow terminal cuts off the end, so the least important numbers come last.
         line = f"step {step}/{self._steps}  {clock(left)} left  {self._summary}"
@@ -144,7 +144,7 @@ class Display:
         self.say("  ".join(filter(None, [self._title(left), f"step {step}/{self._steps}", text])))
 
     def _left(self, step: int) -> float:
-        """Return the seconds left at the pace of this session so far, validation and saving included."""
+        """Return the seconds left at this session's pace so far, validation and saving included."""
         pace = (time.monotonic() - self._start) / (step - self._first)
         return pace * (self._steps - step)
 
@@ -174,9 +174,9 @@ def clock(seconds: float) -> str:
 
 
 def train_record(model: GPT, interval: Interval) -> dict[str, Any]:
-    """Return the means over an interval of numbers that each step has, as listed in docs/analysis.md.
+    """Return the means over an interval of the numbers that docs/analysis.md lists for each step.
 
-    The mean of the lines, weighted by their steps, is therefore the mean of the run, however many steps a line covers.
+    The mean over lines, weighted by their steps, is thus the run's mean, however many steps a line covers.
     """
     means = {name: _rounded(value) for name, value in interval.means.items()}
     layers = {
@@ -190,7 +190,7 @@ def train_record(model: GPT, interval: Interval) -> dict[str, Any]:
 
 
 def validation_record(model: GPT, validation: Validation) -> dict[str, Any]:
-    """Return the line of a validation."""
+    """Return the content of a validation's line in metrics.jsonl."""
     layers = {
         str(layer): {
             "usage": _rounded(observation.usage),
@@ -209,24 +209,24 @@ def validation_record(model: GPT, validation: Validation) -> dict[str, Any]:
 
 
 def core_record(core: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the line of the section "core" of evaluation.json: `metric` is the tasks' mean centred accuracy."""
+    """Return the line for the section "core" of evaluation.json; `metric` is the tasks' mean centred accuracy."""
     names = ("rows", "accuracy", "centred", "cropped", "sequences")
     tasks = {label: {name: task[name] for name in names} for label, task in core["tasks"].items()}
     return {"metric": core["metric"], "baselines": core["baselines"], "tasks": tasks}
 
 
 def _rounded(values: Tensor) -> Any:
-    """Return a number or a list, rounded to six digits, all that float32 holds, for half the length in the file."""
+    """Return a number or a list, rounded to six digits. Float32 holds no more, and lines become half as long."""
     numbers = [float(f"{value:.6g}") for value in values.flatten().tolist()]
     return numbers if values.ndim else numbers[0]
 
 
 Track = Callable[[int, Mapping[str, float]], None]
-"""Receives a step and a line of metrics.jsonl, flattened: `train/loss`, `train/layers/1/usage/0`, …"""
+"""Called with a step and a flattened line of metrics.jsonl: `train/loss`, `train/layers/1/usage/0`, …"""
 
 
 def require_tracker(name: TrackerName) -> None:
-    """Raise ValueError if the package of that tracker is not installed."""
+    """Raise ValueError if the tracker's package is not installed."""
     if name == "none":
         return
     try:
@@ -239,10 +239,10 @@ def require_tracker(name: TrackerName) -> None:
 
 @contextmanager
 def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], step: int) -> Iterator[Track | None]:
-    """Open the tracker of that name for a run that continues after `step`; yield None for 'none'.
+    """Open the named tracker for a run that continues after `step`; yield None for 'none'.
 
-    TensorBoard's event files go to the run folder; later steps in them are hidden. trackio and W&B log to a run, named
-    like the folder, of the project `expert-threshold`; W&B keeps its files in the folder, too.
+    TensorBoard's event files go to the run folder, and later steps in them are hidden. trackio and W&B log to a run of
+    the project `expert-threshold`, named after the folder. W&B keeps its files in the run folder too.
     """
     if name == "none":
         yield None
@@ -257,7 +257,7 @@ def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], st
 
             yield track
         return
-    # Folders of the same name in different places are different runs.
+    # Folders with the same name in different locations are different runs.
     options: dict[str, Any] = {"resume": "allow" if step > 0 else "never"}
     if name == "wandb":
         options["dir"] = folder.path
@@ -271,7 +271,7 @@ def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], st
 
 
 def flatten(record: Any, name: str) -> dict[str, float]:
-    """Return every number in a record by its path."""
+    """Return all numbers in a record, by path."""
     if isinstance(record, list):
         record = dict(enumerate(record))
     if isinstance(record, Mapping):
@@ -280,14 +280,14 @@ def flatten(record: Any, name: str) -> dict[str, float]:
 
 
 class DivergedError(ValueError):
-    """Raised where training has no finite loss or gradients any more."""
+    """Raised when loss, scores or gradients have not been finite for too many steps."""
 
 
 class RunLog:
     """Appends to metrics.jsonl, passes the same numbers to a tracker, and prints what happens.
 
     validations: loss and bits per byte of every validation so far, by step. core_steps, samples: the steps at which
-    CORE was evaluated and a sample written. record: the content of config.json.
+    CORE was evaluated or a sample was written. record: the content of config.json.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class RunLog:
         self._dead: set[tuple[int, int]] = {(layer, expert) for layer, expert in dead}
 
     def step(self) -> None:
-        """Log that the step was skipped, if it was. Raises DivergedError after ten skipped steps in a row."""
+        """Log the step if it was skipped. Raises DivergedError after ten skipped steps in a row."""
         state = self._state
         if state.not_finite:
             self._write(
@@ -318,20 +318,20 @@ class RunLog:
             self._write("event", {"event": "diverged"})
             optim = state.optimizers.config
             raise DivergedError(
-                f"{MAX_SKIPS} steps in a row were skipped, the last of them step {state.step}, since "
+                f"{MAX_SKIPS} steps in a row were skipped, most recently step {state.step}, because "
                 f"{state.not_finite}; train with smaller learning rates than matrix_lr={optim.matrix_lr}, "
                 f"embed_lr={optim.embed_lr}, head_lr={optim.head_lr}, from the start or with "
                 f"--init-from {self._folder.path}"
             )
 
     def extended(self, note: str | None) -> None:
-        """Log that the run was extended, if it was."""
+        """Log that the run was extended, unless `note` is None."""
         if note is not None:
             self._write("event", {"event": "extended", "steps": self._state.steps, "reason": note})
             self._display.say(note)
 
     def metrics(self) -> None:
-        """Log the means over the steps since the last call, unless all of them were skipped."""
+        """Log the means over the steps since the last call, unless all were skipped."""
         state = self._state
         interval = state.take_interval()
         if interval is None:
@@ -348,7 +348,7 @@ class RunLog:
         self._dead_experts(record)
 
     def _dead_experts(self, record: dict[str, Any]) -> None:
-        """Warn of each expert that got no token, once."""
+        """Warn once about each expert that got no token."""
         for layer, values in record["layers"].items():
             for expert, usage in enumerate(values["usage"]):
                 if usage == 0 and (int(layer), expert) not in self._dead:
@@ -359,13 +359,13 @@ class RunLog:
                     )
 
     def revised_steps(self, decision: Decision, before: int) -> None:
-        """Log that the run now has `decision.steps` steps, and keep them in config.json for when it is resumed."""
+        """Log that the run now has `decision.steps` steps, and record this in config.json for a later resume."""
         budget = self._state.budget
         if decision.steps != before:
             self._display.steps(decision.steps)
         if abs(decision.steps - before) > 0.01 * before:
             self._display.say(
-                f"step {self._state.step}: {clock(decision.seconds)} of {clock(budget.seconds or 0)} are used; "
+                f"step {self._state.step}: {clock(decision.seconds)} of {clock(budget.seconds or 0)} used; "
                 f"{decision.steps:,} steps fit, not {before:,}"
             )
         self._record["train"] |= {"steps": decision.steps}
@@ -374,7 +374,7 @@ class RunLog:
             self._folder.write_config(self._record)
 
     def validation(self, validation: Validation, elapsed: float) -> None:
-        """Log a validation at this step, and the seconds of the run up to its end."""
+        """Log a validation at this step, with the run's elapsed seconds after it."""
         state = self._state
         self._write("validation", validation_record(state.model, validation) | {"elapsed": elapsed})
         self.validations[state.step] = validation.loss, validation.bits_per_byte
@@ -383,7 +383,7 @@ class RunLog:
         )
 
     def core(self, core: dict[str, Any]) -> None:
-        """Log CORE at this step."""
+        """Log the CORE results of this step."""
         record = core_record(core)
         self._write("core", record)
         self._display.measured(self._state.step, f"CORE {record['metric']:.4f}")
@@ -398,7 +398,7 @@ class RunLog:
 
 @contextmanager
 def run_log(folder: RunFolder, prepared: Prepared, display: Display, tracker: TrackerName) -> Iterator[RunLog]:
-    """Write config.json and the tokenizer, drop metrics of steps after the checkpoint, and open the log."""
+    """Write config.json and the tokenizer, drop metrics of steps after the checkpoint, and yield the log."""
     state = prepared.state
 
     def begin() -> None:

@@ -1,4 +1,4 @@
-"""The training loop: one optimizer step, and the work between steps."""
+"""The training loop: the optimizer step, and the work between steps."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from .prepare import Text, prepare
 from .saving import Saver
 from .state import Sums, TrainState, all_reduce, describe_nonfinite, step_values
 
-SHARED_WITHIN = 10.0  # seconds that a network file system may take to show a rank what the main rank has written
+SHARED_WITHIN = 10.0  # seconds until a network file system must show all ranks what the main rank wrote
 
 
 class TrainResult(NamedTuple):
-    """The progress of a run. loss and bits_per_byte: of its last validation, None before the first."""
+    """The progress of a run. loss and bits_per_byte: of the last validation, None before the first."""
 
     step: int
-    finished: bool  # False if a signal stopped it; there is a checkpoint of `step` then
+    finished: bool  # False if a signal stopped the run, which then has a checkpoint of `step`
     loss: float | None
     bits_per_byte: float | None
-    seconds: float  # of optimizer steps alone, in all sessions
+    seconds: float  # for optimizer steps alone, in all sessions
     tokens: int
-    elapsed: float  # seconds, with validation, samples and checkpoints but without CORE
+    elapsed: float  # seconds, including validation, samples and checkpoints but not CORE
     opening: str | None  # the first words of the validation text
 
 
 def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool:
-    """Make one optimizer step; return False if it was skipped because a loss, a score or a gradient is not finite.
+    """Take one optimizer step. Return False if it was skipped because a loss, a score or a gradient is not finite.
 
-    A skipped step uses up its batch, leaves weights, optimizers and rules as they were, and says why in
-    `state.not_finite`; `RunLog` gives up after ten in a row.
+    A skipped step consumes its batch, leaves weights, optimizers and rules unchanged, and sets `state.not_finite` to
+    the reason. `RunLog` gives up after ten skipped steps in a row.
 
-    status: returns this rank's status; afterwards `state.status` counts all ranks.
+    status: returns this rank's status; afterwards, `state.status` counts all ranks.
     """
     start = time.perf_counter()
     model, optimizers, shards, local = state.model, state.optimizers, state.shards, state.local
@@ -76,12 +76,12 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     shards.reduce_gradients()
     sums, norm, state.status = all_reduce(sums, optimizers.grad_norm(), status(), state.parallel.world)
 
-    # The host waits for the device here, and in each layer whose backend counts the loads of experts. Several ranks
-    # also wait for their status, and in each layer for the number of tokens of a pool over all of them.
+    # The host waits for the device here, and in each layer whose backend counts the loads of experts. With several
+    # ranks it also waits for their status, and in each layer for the number of tokens in a pool over all ranks.
     is_finite = bool(all_finite([norm, *sums.tensors().values()]))
     if is_finite:
         optimizers.step(step, budget.scheduled, norm, shards.gather_updated, budget.progress(step))
-        # With the cutoffs that routed this step, so before the update.
+        # Before the update, so that values refer to the cutoffs that routed this step.
         means = {"loss": sums.loss, "cross_entropy": sums.cross_entropy, "grad_norm": norm}
         state.add_to_interval(means | step_values(model, sums.observations))
         model.update_rules(sums.observations)
@@ -92,9 +92,9 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
 
 
 def losses(local: LocalBatch, output: Output, targets: Tensor, loader: Loader) -> tuple[Tensor, Tensor]:
-    """Return the loss and the cross-entropy, (), whose means over `local.ranks` are those of the shared micro-batch.
+    """Return loss and cross-entropy, (), scaled so that their means over ranks are those of the shared micro-batch.
 
-    targets: (batch, time) of this rank, negative where ignored. loader: counts the targets of all ranks.
+    targets: this rank's, (batch, time), negative where ignored. loader: counts the targets of all ranks.
     """
     loss, cross_entropy = output.loss, output.cross_entropy
     assert loss is not None
@@ -107,7 +107,7 @@ def losses(local: LocalBatch, output: Output, targets: Tensor, loader: Loader) -
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return x, a tensor of the host, on the device. The host does not wait for CUDA, which needs pinned memory."""
+    """Copy x from the host to the device. Pinned memory allows a copy to CUDA for which the host need not wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -129,25 +129,25 @@ def train(
     title: Title = lambda left: "",
     rendezvous: Rendezvous | None = None,
 ) -> TrainResult:
-    """Train a run in a folder that was created for it or, with `resume`, from its last checkpoint.
+    """Train a run in a folder that was created for it or, with `resume`, continue from its last checkpoint.
 
-    init_from: a run whose weights, cutoffs or biases, and tokenizer to start from; with continue_warmup its steps also
-    count towards the rule's warmup. minutes: a time budget, by which the number of steps is revised during the run, see
-    `budget`; with `resume`, more `config.steps` or other minutes than the run has extend it. sample: writes text every
-    `sample_every` steps. text: the return value of `read_text` for these options, so that several runs read it once.
-    validated: called with the step and the loss of each validation; an exception from it ends the run. console: where
-    progress is shown; None shows nothing. title: the start of each line about steps.
-    rendezvous: the ranks that train together, each of which makes this call.
-    The signals of `interrupt` finish the step, save and return. Raises ValueError for options that contradict each
-    other, the run or the machine, and after ten skipped steps in a row; OSError if the disk is full. Earlier
-    checkpoints survive.
+    init_from: a run that provides the initial weights, cutoffs or biases, and tokenizer. With continue_warmup, its
+    steps also count towards the rule's warmup. minutes: a time budget, by which the number of steps is revised during
+    the run; see `budget`. With `resume`, more `config.steps` or a different number of minutes extends the run. sample:
+    writes text every `sample_every` steps. text: the result of `read_text` for these options, which several runs can
+    share. validated: called with the step and the loss of each validation; an exception from it ends the run. console:
+    where progress is shown; None shows nothing. title: the start of each line about steps.
+    rendezvous: the ranks that train together; each of them makes this call.
+    On one of the signals in `interrupt`, finishes the step, saves and returns. Raises ValueError if options contradict
+    each other, the run or the machine, and after ten skipped steps in a row. Raises OSError if the disk is full.
+    Earlier checkpoints survive.
     """
     if config.sample_every is not None and sample is None:
-        raise ValueError(f"sample_every={config.sample_every} needs `sample`, which writes the text; pass it, or None")
+        raise ValueError(f"sample_every={config.sample_every} needs `sample`, which writes the text; pass it too")
     if resume and init_from is not None:
-        raise ValueError(f"init_from={init_from} starts a new run; leave it out to resume {folder.path}")
+        raise ValueError(f"init_from={init_from} starts a new run; omit it to resume {folder.path}")
     if continue_warmup and init_from is None:
-        raise ValueError("continue_warmup continues the warmup of another run; name that run with --init-from")
+        raise ValueError("continue_warmup continues another run's warmup; name that run with --init-from")
     is_main = rendezvous is None or rendezvous.rank == 0
     sections = model.to_dict()
     options = sections["model"] | sections["rule"] | asdict(optim) | asdict(config)
@@ -169,7 +169,7 @@ def train(
         state = prepared.state
 
         def orphaned() -> bool:
-            """Return True once the launcher of the ranks is gone."""
+            """Return True once the ranks' launcher is gone."""
             return rendezvous is not None and rendezvous.is_orphaned
 
         with (
@@ -178,12 +178,12 @@ def train(
             closing(state.loader),
             gc_frozen(),
         ):
-            interrupt.deferred = True  # until here a signal had nothing to save
+            interrupt.deferred = True  # before this, there was nothing to save
             timer = Timer(state, prepared.validation)
             evaluations = Evaluations(folder, prepared, sample, saver, log, timer, display, interrupt, validated)
             display.begin(state.step, state.steps)
             if state.step > 0:
-                evaluations.run_due()  # whatever was left to do when the run stopped right after saving
+                evaluations.run_due()  # evaluations still due if the run stopped right after saving
 
             while state.step < state.steps and not interrupt.stops(state):
                 with timer.measure():
@@ -195,7 +195,7 @@ def train(
                 if state.is_due(config.log_every):
                     log.metrics()
                 display.step(state.step)
-                # Saving comes first, so that an evaluation that fails costs no training.
+                # Saving comes first, so that a failing evaluation costs no training.
                 if state.is_due(config.checkpoint_every) or state.is_at_end or evaluations.need_checkpoint():
                     with timer.measure("checkpoint"):
                         saver.save(state.checkpoint())
@@ -209,7 +209,7 @@ def train(
             saver.finish()
             if not finished:
                 path = shlex.quote(str(folder.path))
-                display.say(f"stopped at step {state.step} of {state.steps}; to go on: {et()} train --resume {path}")
+                display.say(f"stopped at step {state.step} of {state.steps}; to continue: {et()} train --resume {path}")
             loss, bits_per_byte = log.validations[max(log.validations)] if log.validations else (None, None)
             words = None if prepared.validation is None else opening(prepared.validation, prepared.tokenizer)
             return TrainResult(
@@ -219,8 +219,8 @@ def train(
 
 @contextmanager
 def _locked(folder: RunFolder, rendezvous: Rendezvous | None, options: Mapping[str, Any]) -> Iterator[None]:
-    """Hold the folder's lock on the main rank. Every rank raises if that is refused, or if ranks differ in the options
-    or do not share the folder.
+    """Hold the folder's lock on the main rank. Raises ValueError on every rank if the folder is locked already, or if
+    ranks differ in their options or do not share the folder.
     """
     with ExitStack() as stack:
         from_main(rendezvous, lambda: stack.enter_context(folder.lock()))
@@ -231,12 +231,12 @@ def _locked(folder: RunFolder, rendezvous: Rendezvous | None, options: Mapping[s
             while not lock.exists() and time.monotonic() < end:
                 time.sleep(0.1)
             seen = {str(lock): lock.read_text(encoding="utf-8") if lock.exists() else None}
-            rendezvous.require_equal(seen, "put the run folder where all ranks share it")
+            rendezvous.require_equal(seen, "put the run folder on a file system that all ranks share")
         yield
 
 
 def opening(text: Tokens, tokenizer: Tokenizer) -> str | None:
-    """Return the first three words that share a line at the beginning of the text, or None if there are none."""
+    """Return the first three words on one line near the beginning of the text, or None if there are none."""
     lines = tokenizer.decode(text.ids[1 : text.offsets[1]][:256].tolist()).splitlines()
     words = (line.split()[:3] for line in lines)
     return next((" ".join(found) for found in words if len(found) == 3 and "".join(found).isprintable()), None)

@@ -1,4 +1,4 @@
-"""Measures how fast a run trains on this machine, before it starts."""
+"""Measures how fast a run will train on this machine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WARMUP_STEPS, SECONDS = 3, 5.0
 
 
 def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: TrainConfig) -> int:
-    """Return how many tokens a run of `seconds` can train on, by the median step of a new model on random tokens.
+    """Return how many tokens a run of `seconds` can train on, by the median step time of a new model on random tokens.
 
-    Takes SECONDS and the time to build the model. Leaves torch's global generator as it was.
+    This takes SECONDS plus the time to build the model. The state of torch's global generator is preserved.
     """
     device = pick_device(config.device)
     if config.threads is not None:
@@ -36,17 +36,17 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         tokens = torch.randint(model.vocab_size, (config.batch_size, model.context + 1))
         batches = itertools.repeat(Batch(tokens[:, :-1], tokens[:, 1:]))
         optimizers = make_optimizers(gpt.named_parameters(), optim, model.d_model)
-        # auto depends on the number of steps, which is not known yet
+        # `auto` depends on the number of steps, which is not known yet
         compiling = config.compile == "on" and pick_compile(model, config, device, ranks=1, say=lambda _: None)
         forward = compiled(gpt) if compiling else None
-        config = replace(config, steps=max(config.steps, WARMUP_STEPS + 1))  # as many as are measured
+        config = replace(config, steps=max(config.steps, WARMUP_STEPS + 1))  # at least as many as are measured
         state = TrainState(gpt, optimizers, cast(Loader, batches), config, forward=forward)
         times: list[float] = [_seconds_of_step(state)]
         end = time.perf_counter() + SECONDS
         with gc_frozen():
             while state.step <= WARMUP_STEPS or (time.perf_counter() < end and state.step < config.steps):
                 times.append(_seconds_of_step(state))
-    turns = min(optimizers.config.expert_period, len(times) - WARMUP_STEPS)  # steps of a round differ in their time
+    turns = min(optimizers.config.expert_period, len(times) - WARMUP_STEPS)  # steps within a round differ in duration
     rounds = [statistics.fmean(times[i : i + turns]) for i in range(WARMUP_STEPS, len(times) - turns + 1, turns)]
     steps = SHARE_OF_STEPS * seconds / statistics.median(rounds)
     return max(round(steps), 1) * config.batch_size * config.accumulation * model.context

@@ -1,4 +1,4 @@
-"""Prepares everything for the first step, and checks it before anything is written."""
+"""Prepares everything for a run's first step, and checks it before anything is written."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from .log import Display
 from .state import Prepared, TrainState, load_weights
 
 TOKENIZER_CHARACTERS = 2_000_000_000
-"""The number of characters, from the beginning of the text, that a tokenizer is trained on."""
+"""A tokenizer is trained on this many characters from the beginning of the text."""
 
 
 class Text(NamedTuple):
-    """A corpus with its tokenizer and its splits as tokens, which runs with the same options of data may share."""
+    """A corpus with its tokenizer and its splits as tokens, which runs with the same data options can share."""
 
     corpus: Corpus
     tokenizer: Tokenizer
@@ -66,13 +66,13 @@ def prepare(
 ) -> Prepared:
     """Return a run at its start or, with `resume`, at its last checkpoint. Raises ValueError as `train` does.
 
-    text: the return value of `read_text` for these options; None reads it.
+    text: the result of `read_text` for these options; None reads the text here.
     """
     require_trainable(model, config, parallel.world_size)
     device = parallel.device
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    # Weight gradients sum over all tokens, which cuBLAS splits, and would add the parts up in bfloat16.
+    # Weight gradients sum over all tokens. cuBLAS splits this sum, and by default would add up the parts in bfloat16.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     record = _record(model, data, optim, config, device)
     if resume:
@@ -141,7 +141,7 @@ def prepare(
 
 
 def read_text(model: GPTConfig, data: DataConfig, config: TrainConfig, display: Display) -> Text:
-    """Return the text of new runs with these options, in one process. Raises ValueError if it cannot be read."""
+    """Return the text for new single-process runs with these options. Raises ValueError if it cannot be read."""
     corpus = _open(data, display)
     tokenizer = _new_tokenizer(corpus, model.vocab_size, display, Parallel())
     return _tokenized(corpus, tokenizer, config, model.context, display)
@@ -157,19 +157,19 @@ def _reopen(data: DataConfig, display: Display) -> Corpus:
     try:
         return _open(data, display)
     except ValueError as error:
-        raise ValueError(f"{error}; with --resume, --data names where the text is now") from None
+        raise ValueError(f"{error}; with --resume, use --data to give the text's new path") from None
 
 
 def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, context: int, display: Display) -> Text:
     validation: Tokens | None = None
     if config.eval_every is not None:
-        # Only full windows are evaluated, and the last target needs one token more.
+        # Only full windows are evaluated, and the last target needs one more token.
         enough = None if config.eval_tokens is None else config.eval_tokens + context
         progress = display.task("tokenizing text for validation")
         validation = pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
         if len(validation) < 2:
             raise ValueError(
-                f"{corpus.name}: tokens of its text for validation are {len(validation)}, too few for a loss; "
+                f"{corpus.name}: its validation text has too few tokens for a loss, {len(validation)}; "
                 "give more text, or --eval-every none"
             )
     train: Tokens | Parts
@@ -183,8 +183,8 @@ def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, contex
 def _budget(
     folder: RunFolder, record: dict[str, Any], saved: Checkpoint | None, resume: bool, minutes: float | None
 ) -> Budget:
-    """Return the number of steps, with the decisions so far; extended, also in `record`, where a resumed run is given
-    more steps or other minutes than it has.
+    """Return a run's budget with the decisions so far. If a resumed run is given more steps or a different number of
+    minutes, extend the budget and update `record`.
     """
     path, asked = folder.path / "config.json", record["train"]["steps"]
     if not resume:
@@ -203,11 +203,11 @@ def _budget(
         return budget
     if minutes is not None:
         if not step or 60 * minutes <= elapsed:
-            used = f"{folder.path} has used {elapsed / 60:.3g}, in {step} steps"
+            used = f"{folder.path} has already used {elapsed / 60:.3g}, in {step} steps"
             raise ValueError(f"minutes={minutes}: {used}; give more, or --steps")
         asked = step + max(1, int(step * (60 * minutes / elapsed - 1)))
     elif asked <= steps:
-        raise ValueError(f"steps={asked} is not above the {steps} of {folder.path}; give more, or leave it out")
+        raise ValueError(f"steps={asked} is not above the {steps} of {folder.path}; give more, or omit it")
     if step == 0:
         record.pop("time", None)
         return Budget(asked)
@@ -218,7 +218,7 @@ def _budget(
 
 
 def _describe_extension(state: TrainState) -> str:
-    """Return a line about the learning rate of a run that was extended at this step."""
+    """Return a line about the learning rates of a run that is extended at this step."""
     budget, steps = state.budget, (state.step - 1, state.step, state.steps - 1)
     rates = [state.optimizers.learning_rates(step, budget.scheduled, budget.progress(step)) for step in steps]
     name = next(iter(rates[0]))
@@ -229,12 +229,12 @@ def _describe_extension(state: TrainState) -> str:
 def _starting_point(
     folder: RunFolder, record: dict[str, Any], resume: bool, parallel: Parallel
 ) -> tuple[Checkpoint | None, RunFolder | None]:
-    """Return this run's last checkpoint, or else the run whose weights and tokenizer to start from; None if absent."""
+    """Return the run's last checkpoint, or else the run that it is initialized from, each None if absent."""
 
     def last() -> int | None:
         if folder.has_lost_checkpoints:
             raise ValueError(
-                f"{folder.checkpoints_path}: is missing or empty, and the run cannot go on; restore it from a copy, or "
+                f"{folder.checkpoints_path}: missing or empty, so the run cannot continue; restore it from a copy, or "
                 "train again in another folder"
             )
         return folder.latest_checkpoint()
@@ -243,7 +243,7 @@ def _starting_point(
     saved = None if step is None else folder.load_checkpoint(step)
     if saved is not None and "optimizer" not in saved.tensors:
         raise ValueError(
-            f"{folder.path}: holds weights alone, of step {saved.step}; "
+            f"{folder.path}: contains only weights, of step {saved.step}; "
             f"start another run with --init-from {folder.path}"
         )
     if saved is not None or record.get("init_from") is None:
@@ -254,30 +254,30 @@ def _starting_point(
 
 
 def _read_core(config: TrainConfig) -> Sequence[Task]:
-    """Return the downloaded tasks of CORE, if they are evaluated in training."""
+    """Return the downloaded CORE tasks, or an empty list if training does not evaluate them."""
     if config.core_every is None:
         if config.core_max_per_task is not None:
             raise ValueError(
-                f"core_max_per_task={config.core_max_per_task} has no effect without CORE; give --train.core-every"
+                f"core_max_per_task={config.core_max_per_task} has no effect without CORE; also give --train.core-every"
             )
         return []
     bundle = core_bundle()
     if bundle is None:
-        raise ValueError(f"core_every={config.core_every} needs the questions of CORE; run et data core")
+        raise ValueError(f"core_every={config.core_every} needs the CORE questions; run et data core")
     tasks = read_bundle(bundle)
     for task in tasks:
-        choose_rows(task, config.core_max_per_task)  # raises now for too few, rather than after the first steps
+        choose_rows(task, config.core_max_per_task)  # raises now, not after the first steps, if there are too few
     return tasks
 
 
 def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: Parallel) -> Tokenizer:
-    """Return the tokenizer that comes with the text if its size is right; otherwise trains one on the text."""
+    """Return the tokenizer that comes with the text if its size is right; otherwise train one on the text."""
     beside = corpus.tokenizer
     if beside is not None and beside.vocab_size == vocab_size:
         return beside
     if corpus.tokenized and beside is not None:
         raise ValueError(
-            f"vocab_size={vocab_size} but {corpus.name} holds tokens of a vocabulary of {beside.vocab_size}; "
+            f"vocab_size={vocab_size}, but the tokens in {corpus.name} have a vocabulary of {beside.vocab_size}; "
             f"give --vocab-size {beside.vocab_size}"
         )
     display.say(f"training a tokenizer of {vocab_size} tokens")
@@ -297,7 +297,7 @@ def _record(
     config: TrainConfig,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the whole configuration, with every `auto` as it was resolved on this machine."""
+    """Return the whole configuration, with every `auto` resolved for this machine."""
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     here = {"device": device.type, "dtype": dtype, "threads": torch.get_num_threads()}
     return {
@@ -317,20 +317,20 @@ def _record(
 
 
 def _commit() -> str | None:
-    """Return the commit of this package's source, marked if files differ from it; None outside its repository."""
+    """Return the commit of this package's source, marked if dirty, or None outside its repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # a package may be installed inside another repository
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # fails if installed inside another repository
         return git("describe", "--always", "--dirty", "--abbrev=12")
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-# Options that must be equal for weights to fit; rules may differ, but not in their number of experts.
+# Options that must be equal for weights to fit. Rules may differ, but not in their number of experts.
 ARCHITECTURE = (
     "vocab_size", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward", "shared_experts",
     "dense_layers", "gate_norm", "activation", *TRUNKS["paper"],
@@ -338,16 +338,16 @@ ARCHITECTURE = (
 
 
 def _load_initial(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
-    """Load the weights of a run, and its rule's state where ours continues it; return a line that says so.
+    """Load the weights of a run, and its rule's state if our rule can continue it; return a line that says so.
 
-    That run's steps count towards our rule's warmup only with continue_warmup.
+    The steps of that run count towards our rule's warmup only with continue_warmup.
     """
     mine, theirs = gpt.config, GPTConfig.from_dict(source.config)
     shapes = {name: (vars(mine)[name], vars(theirs)[name]) for name in ARCHITECTURE}
     my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
     for name, (own, other) in (shapes | {"num_experts": (my_experts, their_experts)}).items():
         if own != other:
-            raise ValueError(f"{name}={own!r} but --init-from {source.path} has {other!r}; give the same")
+            raise ValueError(f"{name}={own!r}, but --init-from {source.path} has {other!r}; give the same value")
     saved = source.load_checkpoint(parts=("model",))
     weights = _fitted(saved.tensors["model"], gpt, theirs.rule)
     gpt.load_state_dict(weights, strict=False)  # rules may differ in their state
@@ -360,19 +360,19 @@ def _load_initial(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
         router, rule = moe.router, moe.router.rule
         assert theirs.rule is not None
         if rule.num_scores not in (theirs.rule.num_scores, rule.num_experts):
-            said.append("router scores beside the experts' start afresh")
+            said.append("router scores of null slots are newly initialized")
         if fields := router.state._fields:
             loaded = {f"blocks.{layer}.moe.router.state_{field}" for field in fields} <= weights.keys()
             said.append(f"the state of its rule is {'loaded' if loaded else 'not loaded'}")
         said.append(rule.progress(router.state))
-    return "; ".join(filter(None, [*said, "optimizers start afresh"]))
+    return "; ".join(filter(None, [*said, "optimizers start with an empty state"]))
 
 
 def _fitted(weights: Mapping[str, Tensor], gpt: GPT, rule: Rule | None) -> dict[str, Tensor]:
     """Return the weights of a run with `rule`, adapted to this model's rule.
 
-    Router rows of null scores stay as initialised if the number of scores differs, and so does the rule's state if this
-    model's rule does not continue it or its shape differs.
+    If the number of scores differs, the router's rows for null scores stay as initialised. So does the rule's state if
+    this model's rule cannot continue it or its shape differs.
     """
     fitted, mine = dict(weights), gpt.config.rule
     foreign = mine is None or rule is None or not mine.can_start_from(rule)

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background: training waits only for the copy to host memory."""
+"""Writes checkpoints in the background: training waits only for the copy to host memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..distributed import Parallel, Status
 from ..runs import Checkpoint, Fingerprints, Part, RunFolder
 from ..runs import checkpoint as checkpoints
 
-POLL = 0.02  # seconds between two looks at what other ranks have written
+POLL = 0.02  # seconds between checks of what other ranks have written
 
 
 class LostSaveError(Exception):
-    """Another rank could not save; that rank reports why."""
+    """Raised if another rank could not save; that rank reports why."""
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time; keeps the newest `keep` of them, or all.
+    """Writes the checkpoints of a run, one at a time, and keeps the newest `keep` of them, or all.
 
-    All ranks write their files at once. Their status travels with the all-reduce of every step, so that all learn in
-    the same step that every file is complete; then the main rank commits the checkpoint. torch.distributed.checkpoint
-    would pickle its metadata and depend on the layout over ranks; a run folder has safetensors and JSON that any
-    number of ranks can load.
+    All ranks write their files at the same time. Their status is part of every step's all-reduce, so all ranks learn at
+    the same step that the files are complete. The main rank then commits the checkpoint. torch.distributed.checkpoint
+    would pickle its metadata and depend on the layout over ranks, whereas a run folder contains safetensors and JSON
+    that any number of ranks can load.
     """
 
     def __init__(self, folder: RunFolder, parallel: Parallel, keep: int | None) -> None:
@@ -40,7 +40,7 @@ class Saver:
         self._commit: Future[None] | None = None
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Copy the checkpoint and start to write it, after the one before is complete; all ranks together."""
+        """Copy the checkpoint and start writing it, once the previous one is complete. All ranks call this together."""
         self.finish()
         assert self._saved is None
         parallel, folder = self._parallel, self._folder
@@ -48,10 +48,10 @@ class Saver:
         if parallel.world is None:
             self._commit = self._pool.submit(folder.save_checkpoint, *saved, self._keep)
         else:
-            # Not over the store, which may be gone with the launcher: that is when saving matters most.
+            # Not through the store, which is lost with the launcher, just when saving matters most.
             made = checkpoints.begin(folder.checkpoints_path, saved.step) if parallel.is_main else None
             self._temporary = gather(made, parallel.world)[0]
-            if self._temporary is None:  # this step is saved already
+            if self._temporary is None:  # this step is already saved
                 return
             self._files = self._pool.submit(checkpoints.write_files, self._temporary, saved.tensors, parallel.rank)
         self._saved = saved
@@ -64,9 +64,9 @@ class Saver:
         return Status(int(stop), int(self._saved is not None), int(written), int(failed))
 
     def commit_if_written(self, status: Status) -> None:
-        """Commit the checkpoint once the status of all ranks says that every file of it is complete.
+        """Commit the checkpoint once the status of all ranks reports that every file is complete.
 
-        Raises on every rank if one could not write: its own error there, LostSaveError on the others.
+        If a rank could not write, it raises its own error, and every other rank raises LostSaveError.
         """
         if status.failed:
             self._raise()
@@ -84,12 +84,12 @@ class Saver:
                 )
             else:
                 self._saved = None
-        # One that failed since the status was taken stays, for the next status to report to all ranks.
+        # A commit that failed after the status was taken stays, so that the next status reports it to all ranks.
         if self._commit is not None and self._commit.done() and self._commit.exception() is None:
             self._commit, self._saved = None, None
 
     def finish(self) -> None:
-        """Wait until the checkpoint is complete, on all ranks together. Raises as `commit_if_written` does."""
+        """Wait until the checkpoint is complete. All ranks call this together. Raises as `commit_if_written` does."""
         if self._parallel.world is None:
             if self._commit is not None:
                 self._commit.exception()
@@ -100,7 +100,7 @@ class Saver:
             time.sleep(POLL)
 
     def close(self) -> None:
-        """Wait for the thread; a checkpoint that is not committed yet is dropped where other ranks share it."""
+        """Wait for the thread. With several ranks, a checkpoint that is not committed yet is dropped."""
         self._pool.shutdown()
         if self._temporary is not None and self._parallel.is_main:
             shutil.rmtree(self._temporary, ignore_errors=True)

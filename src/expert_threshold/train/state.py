@@ -1,7 +1,7 @@
-"""The state that an optimizer step reads and changes and a checkpoint keeps, with the measurements of steps in it.
+"""The state that an optimizer step reads and updates and a checkpoint stores, including measurements of steps.
 
-Metrics hold the mean of a value over steps, which does not depend on --log-every. Computed from sums over several steps
-it would: the more are summed, the closer is the largest load to the mean load, and the mean batch cutoff to the cutoff.
+Metrics are means of each step's values, so they do not depend on --log-every. Values computed from sums over steps
+would: the more steps are summed, the closer the largest load is to the mean load, and the batch cutoff to the cutoff.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ COUNTERS = (
     "tokens", "seconds", "elapsed", "interval_steps", "interval_tokens", "interval_seconds", "skipped",
     "skipped_in_a_row",
 )  # fmt: skip
-"""The attributes of `TrainState` that a checkpoint keeps as they are."""
+"""The attributes of `TrainState` that a checkpoint stores unchanged."""
 
 
 class Sums(NamedTuple):
     """Sums over the micro-batches and ranks of a step, without gradient, on the model's device.
 
-    Each loss is divided by their number beforehand, so that its sum is the step's mean.
+    Each loss is divided by the number of micro-batches beforehand, so that its sum is the step's mean.
     """
 
-    loss: Tensor  # () with the rules' auxiliary losses
+    loss: Tensor  # (), including the rules' auxiliary losses
     cross_entropy: Tensor  # ()
     observations: tuple[Observation, ...]
 
@@ -49,7 +49,7 @@ class Sums(NamedTuple):
         return Sums(self.loss + other.loss, self.cross_entropy + other.cross_entropy, observations)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by flat name: `loss`, …, `0.load`, `0.tokens`, …"""
+        """Return all tensors by flat name: `loss`, …, `0.load`, `0.tokens`, …"""
         named = {name: tensor for name, tensor in self._asdict().items() if name != "observations"}
         for layer, observation in enumerate(self.observations):
             named |= {f"{layer}.{name}": tensor for name, tensor in observation.tensors().items()}
@@ -57,14 +57,14 @@ class Sums(NamedTuple):
 
 
 Values = dict[str, Tensor]
-"""The values of a step, or their sums over steps, by name or `layer.name`; without gradient, on the model's device."""
+"""A step's values, or their sums over steps, by `name` or `layer.name`; without gradient, on the model's device."""
 
 MEASURED = ("usage", "load_spread", "fanout_mean", "fanout_std", "score_std", "gate_std")
-"""The properties of an observation that metrics record under every rule."""
+"""The properties of an observation that metrics record for every rule."""
 
 
 def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
-    """Return the values of a step; call it before the rules are updated, for the cutoffs and biases that routed it."""
+    """Return a step's values. Call this before the rules are updated, for the cutoffs and biases that routed it."""
     found: Values = {}
     for (layer, moe), seen in zip(model.moe_layers(), observations, strict=True):
         values = {name: getattr(seen, name) for name in MEASURED}
@@ -76,7 +76,7 @@ def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
 
 
 class Interval(NamedTuple):
-    """The steps between two lines of metrics, without skipped ones."""
+    """The steps between two lines of metrics, without skipped steps."""
 
     steps: int
     means: Values  # over these steps, on the CPU
@@ -86,7 +86,7 @@ class Interval(NamedTuple):
 def all_reduce(
     sums: Sums, norm: Tensor, status: Status, group: dist.ProcessGroup | None
 ) -> tuple[Sums, Tensor, Status]:
-    """Return the sums, the gradient norm and the status over all ranks, by one all-reduce of a few numbers."""
+    """Return the sums, the gradient norm and the status over all ranks, with a single all-reduce of a few numbers."""
     if group is None:
         return sums, norm, status
     tensors, structure = tree_flatten((sums, norm.double().square(), torch.tensor(status, device=norm.device)))
@@ -95,7 +95,7 @@ def all_reduce(
 
 
 def describe_nonfinite(model: GPT, sums: Sums) -> str:
-    """Return a clause naming what is not finite: loss, gradients or scores, the latter of the first layer with NaN."""
+    """Return a clause naming what is not finite: the loss, a gradient, or the scores of the first affected layer."""
     layers = zip(model.moe_layers(), sums.observations, strict=True)
     clauses = (scores_not_finite(observation, f"layer {layer}") for (layer, _), observation in layers)
     scores = next(filter(None, clauses), None)
@@ -107,9 +107,9 @@ def describe_nonfinite(model: GPT, sums: Sums) -> str:
 class TrainState:
     """A model in training, with its optimizers, its data and its counters.
 
-    step: optimizer steps so far, skipped ones included. seconds: time spent on them. elapsed: time spent on the run,
-    with what is done between steps. loader: of this rank. local: this rank's batch, the whole one by default.
-    shards: what this rank's optimizers step, everything by default. forward: the model, or its compiled forward.
+    step: optimizer steps so far, including skipped ones. seconds: time spent on these steps. elapsed: time spent on the
+    run, including the work between steps. loader: this rank's loader. local: this rank's batch, by default the whole.
+    shards: what this rank's optimizers step, by default everything. forward: the model or its compiled forward.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class TrainState:
         self.elapsed = 0.0
         self.skipped = 0
         self.skipped_in_a_row = 0
-        self.options: dict[str, Any] = {}  # that decide what the run learns, for checkpoints
+        self.options: dict[str, Any] = {}  # the options that decide what the run learns; saved in checkpoints
         self.not_finite = ""  # why the last step was skipped; empty if it was not
-        self.status = Status()  # of all ranks, at the last step
+        self.status = Status()  # summed over all ranks, at the last step
         # Since the last `take_interval`.
         self._values: Values = {}
-        self.interval_steps = 0  # without skipped ones
+        self.interval_steps = 0  # without skipped steps
         self.interval_tokens = 0
         self.interval_seconds = 0.0
 
@@ -160,7 +160,7 @@ class TrainState:
         return self.step == self.steps
 
     def is_due(self, every: int | None) -> bool:
-        """Return True every so many steps and at the end; never for None."""
+        """Return True at every multiple of `every` and at the end, but never if `every` is None."""
         return every is not None and (self.step % every == 0 or self.is_at_end)
 
     def learning_rates(self) -> dict[str, float]:
@@ -175,7 +175,7 @@ class TrainState:
         self.interval_steps += 1
 
     def count_step(self, not_finite: str, tokens: int, seconds: float) -> None:
-        """Advance the counters by one step; `not_finite` says why it was skipped, if it was."""
+        """Advance the counters by one step; if it was skipped, `not_finite` gives the reason."""
         self.not_finite = not_finite
         self.step += 1
         self.skipped += bool(not_finite)
@@ -189,20 +189,20 @@ class TrainState:
         self.interval_seconds += seconds
 
     def take_interval(self) -> Interval | None:
-        """Return the measurements of the steps since the last call; None if all of them were skipped."""
+        """Return the measurements of the steps since the last call, or None if all were skipped."""
         if not self.interval_steps:
             return None
         start = time.perf_counter()
         means = {name: value.cpu() / self.interval_steps for name, value in self._values.items()}
-        self._spend(time.perf_counter() - start)  # the copies waited for the steps on the device
+        self._spend(time.perf_counter() - start)  # the copies had to wait for the device
         interval = Interval(self.interval_steps, means, self.interval_tokens / self.interval_seconds)
         self._values, self.interval_steps, self.interval_tokens, self.interval_seconds = {}, 0, 0, 0.0
         return interval
 
     def checkpoint(self) -> Checkpoint:
-        """Return this rank's part of the state, weights and moments not copied.
+        """Return this rank's part of the state, without copying weights and moments.
 
-        The main rank's part has what all ranks have in common.
+        The main rank's part includes what all ranks have in common.
         """
         optimizer = self.optimizers.state_dict()
         moments = _parts(
@@ -234,8 +234,8 @@ class TrainState:
         }
 
     def restore(self, saved: Checkpoint) -> None:
-        """Restore all but the weights from a checkpoint. Raises ValueError if it lacks something."""
-        with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
+        """Restore everything except the weights from a checkpoint. Raises ValueError if it is incomplete."""
+        with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to resume from an earlier one"):
             self._restore(saved)
 
     def _restore(self, saved: Checkpoint) -> None:
@@ -252,14 +252,14 @@ class TrainState:
             setattr(self, name, saved.state[name])
 
     def _local_part(self, name: str, saved: Tensor, moments: Mapping[str, Tensor]) -> Tensor:
-        """Return this rank's slice of a full moment; mismatches pass through and are rejected on load."""
+        """Return this rank's slice of a full moment. A mismatch is passed through, and rejected on loading."""
         if name not in moments:
             return saved
         where = self._moment_slice(name, moments[name])
         return where.of(saved).reshape(moments[name].shape) if tuple(saved.shape) == where.shape else saved
 
     def _moment_slice(self, name: str, moment: Tensor) -> Slice:
-        """Return the place of this rank's moment in the full one: its parameter's, where their shapes agree."""
+        """Return the slice of the full moment that this rank holds: its parameter's, as far as their shapes agree."""
         parameter, where = self.shards.parameters[parameter_of(name)], self.shards.slices[parameter_of(name)]
         sizes = zip(reversed(where.shape), reversed(parameter.shape), reversed(moment.shape), strict=False)
         shape = tuple(full if mine == its else its for full, mine, its in sizes)[::-1]
@@ -274,11 +274,11 @@ class Prepared(NamedTuple):
     validation: Tokens | None  # None if there is no validation
     core: Sequence[Task]  # empty if CORE is not evaluated
     record: dict[str, Any]  # the content of config.json
-    extended: str | None  # what the learning rates of a run that is extended now become
+    extended: str | None  # a line about the new learning rates if the run is being extended
 
 
 def _parts(slices: Mapping[str, tuple[Tensor, Slice]]) -> dict[str, Tensor | Part]:
-    """Return the tensors as they are saved: in the full parameter's shape, partial ones with their place in it."""
+    """Return the tensors as saved: in the full parameter's shape, or as a `Part` with a position in it."""
     parts: dict[str, Tensor | Part] = {}
     for name, (tensor, where) in slices.items():
         if where.is_full:
@@ -290,7 +290,7 @@ def _parts(slices: Mapping[str, tuple[Tensor, Slice]]) -> dict[str, Tensor | Par
 
 def load_weights(model: GPT, saved: Checkpoint) -> None:
     """Load a checkpoint's weights into a model that is not sharded yet. Raises ValueError if they do not fit."""
-    with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
+    with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to resume from an earlier one"):
         try:
             model.load_state_dict(saved.tensors["model"])
         except RuntimeError as error:
@@ -298,12 +298,12 @@ def load_weights(model: GPT, saved: Checkpoint) -> None:
 
 
 def parameter_of(moment: str) -> str:
-    """Return the name of the parameter that a moment belongs to, as in `muon.blocks.0.….momentum`."""
+    """Return the parameter's name in a moment's name, such as `muon.blocks.0.….momentum`."""
     return moment.split(".", 1)[1].rsplit(".", 1)[0]
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the state of torch's global generators, the only ones in use; the loader needs only its position."""
+    """Return the states of torch's global generators. No others are in use: the loader needs only its position."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()
@@ -311,7 +311,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restore the generators; one that the checkpoint lacks keeps its seed."""
+    """Restore the generators' states. A generator that the checkpoint lacks keeps its seed."""
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu" and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type])
