@@ -59,7 +59,7 @@ def test_bad_input_is_refused(run: Path, tmp_path: Path, refused: Refused) -> No
     empty.touch()
     short.write_text("the cat")
     refused(["audit", tmp_path / "missing"], "missing: no such folder")
-    refused(["audit", tmp_path], "no model (no config.json)")
+    refused(["audit", tmp_path], "not a model (no config.json)")
     refused(["audit", run, "--text", tmp_path / "missing.txt"], "missing.txt", "does not exist")
     refused(["audit", run, "--text", empty], "empty.txt", "no documents")
     refused(["audit", run, "--text", short], "tokens; give at least 16")

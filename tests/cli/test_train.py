@@ -194,7 +194,7 @@ def test_the_folder_of_a_run_is_named_after_preset_and_rule(
 @pytest.mark.parametrize(
     ("name", "data", "options", "parts"),
     [
-        ("empty.txt", b"", [], ["has no documents"]),
+        ("empty.txt", b"", [], ["contains no documents"]),
         ("a.jsonl", b"no json\n", [], []),
         ("a.parquet", b"no parquet", [], []),
         ("a.csv", b"a,b", [], [".parquet"]),

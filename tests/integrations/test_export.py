@@ -161,9 +161,9 @@ def pad_vocabulary(folder: Path, rows: int = 50) -> None:
         (config_with(d_model=64), r"weights and config\.json disagree"),
         (
             add_token,
-            r"tokens added '<\|user\|>' cannot be imported; save it again after resize_token_embeddings\(270\)",
+            r"tokens added '<\|user\|>' cannot be imported; to import the model without them, save it after",
         ),
-        (config_with(vocab_size=260), r"the model has a vocabulary of 260 and its run has 270"),
+        (config_with(vocab_size=260), r"the model's vocabulary has 260 tokens, its run's 270"),
         (config_with(quantization_config={"quant_method": "bitsandbytes"}), r"quantised \(bitsandbytes\)"),
         (config_with(architectures=["ExpertThresholdModel"]), r"no language-model head"),
     ],

@@ -68,7 +68,7 @@ def test_a_continuation_longer_than_the_context_is_reported_and_its_end_scored(
 ) -> None:
     ((found, _),) = lm.loglikelihood(requests("loglikelihood", [("a", " the cat sat" * 60)]))
     assert found < 0
-    assert f"continuations beyond the context of {CONTEXT}, of which only the end is scored: 1" in caplog.text
+    assert f"with a context of {CONTEXT} tokens, only the ends of 1 continuations are scored" in caplog.text
 
 
 def test_a_whole_text_is_scored_in_windows_each_token_once(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:
@@ -118,7 +118,7 @@ def test_a_long_prompt_is_cropped_from_the_left_and_generation_gets_half_of_the_
     ids = tokenizer.encode(prompt)[-CONTEXT // 2 :]
     steps = generate(model, tokenizer, ids, max_tokens=CONTEXT // 2, temperature=0)
     assert text == "".join(step.text for step in steps)
-    assert "max_gen_toks=1000 is cut to half of the context of 64" in caplog.text
+    assert "max_gen_toks=1000 was reduced to half of the context of 64" in caplog.text
 
 
 def test_sampling_differs_between_requests_and_repeats_between_calls(lm: HarnessModel) -> None:

@@ -28,10 +28,10 @@ def rule_of(imports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modul
 @pytest.mark.parametrize(
     ("imports", "words"),
     [
-        ("from .beside import X", "one file"),
-        ("from . import beside", "one file"),
-        ("from expert_threshold import follow", "'follow' is more than an exported rule may import"),
-        ("from expert_threshold.model import GPT", "more than an exported rule may import"),
+        ("from .beside import X", "a single file"),
+        ("from . import beside", "a single file"),
+        ("from expert_threshold import follow", "'follow': an exported rule may import only"),
+        ("from expert_threshold.model import GPT", "an exported rule may import only"),
     ],
 )
 def test_a_rule_that_needs_more_than_its_file_is_refused(

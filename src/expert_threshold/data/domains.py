@@ -13,7 +13,7 @@ from .sources import EMBEDDED, Corpus, make_corpus, open_source
 from .token_files import MANIFEST
 
 CODE = "code"
-"""The embedded corpus without its prose."""
+"""The source that is the embedded corpus without its prose."""
 
 # GSM8K and HumanEval are recognised by their field names; the value is the separator between the two fields.
 QUESTION_SETS = {("question", "answer"): "\n", ("prompt", "canonical_solution"): ""}

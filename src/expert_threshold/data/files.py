@@ -177,7 +177,7 @@ class RowGroup(NamedTuple):
 def row_groups(path: Path, text_field: str) -> list[RowGroup]:
     """Return the row groups listed in the file's footer, without reading text. Raises ValueError as `read` does."""
     with _parquet_file(path, text_field) as file:
-        leaves = [file.schema.column(i).path for i in range(len(file.schema))]  # a nested column has several
+        leaves = [file.schema.column(i).path for i in range(len(file.schema))]  # a nested column has several leaves
         place = leaves.index(text_field)
         found = []
         for index in range(file.num_row_groups):

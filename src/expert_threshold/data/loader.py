@@ -227,7 +227,7 @@ class Stream:
             order = shuffled(len(self._bytes), self._seed, epoch, 2)
             ends = np.cumsum(self._bytes[order])
             count = max(round(ends[-1] / BLOCK_BYTES), 1)
-            block = (ends - self._bytes[order]) * count // ends[-1]  # by where each part starts
+            block = (ends - self._bytes[order]) * count // ends[-1]  # the block in which each part starts
             self._layouts = {e: layout for e, layout in self._layouts.items() if e == epoch - 1}
             self._layouts[epoch] = np.split(order, np.flatnonzero(np.diff(block)) + 1)
         return self._layouts[epoch]

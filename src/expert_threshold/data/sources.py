@@ -58,7 +58,7 @@ class Corpus:
     Shards are read on demand, so their `hash` covers only names and footers, and `sizes` are accurate to about one
     percent. `parts` returns a split's parts for a tokenizer, to be read on demand; it is None if the corpus fits into
     memory. `tokenizer` is the one stored with the text; if `tokenized`, no other fits. `train_shards` is the number of
-    training shards. `notes` report what was, unexpectedly, left out or trained on.
+    training shards. `notes` point out what a user might not expect, such as files that were left out.
     """
 
     name: str

@@ -94,7 +94,7 @@ def _path(folder: Path, part: int) -> Path:
 
 
 def open_tokens(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, TokenParts]]:
-    """Return the manifest, the tokenizer and the splits of a token folder. Raises ValueError if it is not finished."""
+    """Return the manifest, the tokenizer and the splits of a token folder. Raises ValueError if it is unfinished."""
     manifest = read_json(folder / MANIFEST)
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         raise ValueError(f"{folder} holds no tokens that this version can read: create them with et data tokenize")

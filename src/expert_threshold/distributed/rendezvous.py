@@ -41,7 +41,7 @@ class Failure(NamedTuple):
 
     text: str
     code: int
-    is_own: bool = True  # False for a failure that another rank may have caused, such as a collective without an answer
+    is_own: bool = True  # False for a failure that another rank may have caused, such as an unanswered collective
 
 
 class Rendezvous:
@@ -74,7 +74,7 @@ class Rendezvous:
 
     @property
     def is_orphaned(self) -> bool:
-        """True once the launcher is gone, and with it, perhaps, the store."""
+        """True once the launcher, and perhaps the store with it, is gone."""
         return self._launcher not in (None, os.getppid())
 
     @classmethod
@@ -165,7 +165,7 @@ class Rendezvous:
             thread.join()
 
     def _wait_for(self, key: str, late: str = "rank 0 sent no heartbeat") -> None:
-        """Wait until a key is set, by the main rank or for it. Raises DistError that says `late` after a timeout."""
+        """Wait until another rank sets a key. After a timeout, raises DistError with `late` as the reason."""
         pause, seen, since = 0.01, -1, time.monotonic()
         while not self._store.check([key]):
             heartbeats = 0 if self.rank == 0 else self._store.add("heartbeats", 0)
@@ -179,7 +179,7 @@ class Rendezvous:
     def report_failure(self, failure: Failure, remedy: str, say: Callable[[str], None]) -> int:
         """Let exactly one rank report why this launch ends, and return the exit code.
 
-        failure: of this rank. remedy: what to do about a lost rank. Without a store, every rank reports for itself.
+        failure: this rank's failure. remedy: what to do about a lost rank. Without a store, every rank reports its own.
         """
         try:
             self._store.set(f"failure/{self.rank}", json.dumps(failure))

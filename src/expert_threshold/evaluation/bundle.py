@@ -1,4 +1,4 @@
-"""An eval bundle of CORE in nanochat's layout: `core.yaml`, `eval_meta_data.csv` and `eval_data/**.jsonl`."""
+"""Reads a CORE eval bundle in nanochat's layout: `core.yaml`, `eval_meta_data.csv` and `eval_data/**.jsonl`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Baselines = Literal["nanochat", "dclm"]
 
 TaskRow = dict[str, Any]
 
-# Accuracy by chance in percent, where DCLM's newer table differs from the bundle's.
+# Chance accuracy in percent, where DCLM's newer table differs from the bundle's.
 DCLM_BASELINES = {"commonsense_qa": 40.3, "bigbench_language_identification": 25.0, "agi_eval_lsat_ar": 25.0}
 
-# The fields that a row of each kind must have, and which of them are lists.
+# The fields that each kind of row must have, and those among them that are lists.
 FIELDS: dict[TaskKind, tuple[str, ...]] = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
@@ -35,8 +35,8 @@ DELIMITER = " "
 
 
 class Task(NamedTuple):
-    """One task of CORE. shots: solved examples in a prompt. delimiter: between a question and its answer. baseline: the
-    accuracy by chance, for centring. rows: in the order of the file. hash: sha256 of the file, in hex."""
+    """One CORE task. shots: number of solved examples in a prompt. delimiter: text between a question and its answer.
+    baseline: chance accuracy, for centring. rows: in the order of the file. hash: sha256 of the file, in hex."""
 
     label: str
     kind: TaskKind
@@ -48,12 +48,12 @@ class Task(NamedTuple):
 
 
 def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Task]:
-    """Return all tasks, in the bundle's order. Raises ValueError or OSError if it is not a bundle or is damaged."""
+    """Return all tasks in the bundle's order. Raises ValueError or OSError if `path` is not a bundle or is damaged."""
     index, table, data = (Path(path, name) for name in ("core.yaml", "eval_meta_data.csv", "eval_data"))
     for needed in (index, table, data):
         if not needed.exists():
             raise ValueError(
-                f"{path}: not an eval bundle, {needed.name} is missing; name a folder that has it, or run et data core"
+                f"{path}: not an eval bundle, since {needed.name} is missing; name another folder, or run et data core"
             )
     with _damage_reported(index):
         entries: dict[str, TaskRow] = {
@@ -73,7 +73,7 @@ def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Tas
 
 @contextmanager
 def _damage_reported(path: Path) -> Iterator[None]:
-    """Turn errors from what a file lacks, or has in the wrong form, into a ValueError that names it."""
+    """Convert errors about missing or malformed content of a file to a ValueError that names the file."""
     with corrupted_file_error(path, REMEDY):
         try:
             yield
@@ -82,12 +82,12 @@ def _damage_reported(path: Path) -> Iterator[None]:
 
 
 def _require_task(entry: TaskRow) -> None:
-    """Raise ValueError unless an entry of core.yaml has fields of the right types."""
+    """Raise ValueError if a field of an entry of core.yaml is missing or has a wrong type."""
     (shots,) = entry["num_fewshot"]
     texts = (entry["label"], entry["dataset_uri"], entry.get("continuation_delimiter", DELIMITER))
     known = entry["icl_task_type"] in FIELDS and type(shots) is int and shots >= 0
     if not known or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"a field of {entry['label']} has a value of the wrong kind")
+        raise ValueError(f"a field of {entry['label']} has a value of the wrong type")
     uri = Path(entry["dataset_uri"])
     if uri.is_absolute() or ".." in uri.parts:
         raise ValueError(f"{uri} leads out of the bundle")

@@ -18,7 +18,7 @@ QUESTIONS_AT_ONCE = 64
 
 
 class Question(NamedTuple):
-    """A question as prompts: one per answer, or for language modelling the text without and with the answer."""
+    """A question as prompts: one per answer or, for language modelling, the text without and with the answer."""
 
     kind: TaskKind
     prompts: tuple[str, ...]
@@ -27,9 +27,9 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Penalties, one per prompt; the lowest is the answer. For language modelling there is only one, 0 if right.
+    """One penalty per prompt; the prompt with the lowest is the answer. Language modelling has only one, 0 if right.
 
-    cropped: sequences longer than the context; cut: those of them that lost tokens of the continuation.
+    cropped: number of sequences longer than the context; cut: number of these that lost tokens of the continuation.
     """
 
     penalties: Sequence[float]
@@ -38,12 +38,12 @@ class Answer(NamedTuple):
 
 
 Scorer = Callable[[Sequence[Question]], list[Answer]]
-"""Answers questions of one task."""
+"""Answers several questions of one task."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The accuracy over `rows` questions in `sequences` sequences, and by category if rows have one."""
+    """The accuracy over `rows` questions in `sequences` sequences, and by category if the rows have categories."""
 
     rows: int
     accuracy: float
@@ -60,9 +60,9 @@ def evaluate_task(
     max_rows: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TaskResult:
-    """Ask every question, or max_rows of them. progress: called with the questions answered and the total.
+    """Ask all questions, or only max_rows. progress: called with the number of questions answered and the total.
 
-    Raises ValueError if too few rows are left to draw the solved examples from.
+    Raises ValueError if there are too few rows to draw the solved examples from.
     """
     rows = choose_rows(task, max_rows)
     right: dict[str | None, list[bool]] = defaultdict(list)
@@ -88,14 +88,14 @@ def centred(accuracy: float, baseline: float) -> float:
 
 
 def choose_rows(task: Task, max_rows: int | None) -> list[TaskRow]:
-    """Return the first max_rows, or all, of the task's rows in nanochat's random order."""
+    """Return the task's rows in nanochat's random order, only the first max_rows unless it is None."""
     rows = list(task.rows)
     random.Random(1337).shuffle(rows)
     rows = rows[:max_rows]
     if len(rows) <= task.shots:
         shows = f"{task.label} shows {task.shots} solved examples, drawn from the other rows"
         if max_rows is None or max_rows >= len(task.rows):
-            raise ValueError(f"{shows}, and has {len(rows)} rows in all; leave it out, or download the bundle again")
+            raise ValueError(f"{shows}, but has only {len(rows)} rows; omit the task, or download the bundle again")
         raise ValueError(f"max_per_task={max_rows}: {shows}; use at least {task.shots + 1}")
     return rows
 
@@ -103,7 +103,7 @@ def choose_rows(task: Task, max_rows: int | None) -> list[TaskRow]:
 def ask(task: Task, rows: Sequence[TaskRow], index: int) -> Question:
     """Return the question of row `index`, preceded by solved examples from other rows."""
     row = rows[index]
-    # Indices among the other rows give the same draw as a list of those rows.
+    # Drawing indices into the other rows is equivalent to drawing from a list of those rows.
     drawn = random.Random(1234 + index).sample(range(len(rows) - 1), task.shots)
     shots = [_solved(task, rows[other + (other >= index)]) + "\n\n" for other in drawn]
     prompts = ["".join([*shots, prompt]) for prompt in _prompts(task, row)]
@@ -130,16 +130,16 @@ def _solved(task: Task, row: TaskRow) -> str:
 def is_right(question: Question, answer: Answer) -> bool:
     if question.kind == "language_modeling":
         return list(answer.penalties) == [0]
-    # The first of the lowest. A NaN penalty, which an empty continuation has, wins only if it comes first, as in
+    # The first of the lowest penalties. The NaN of an empty continuation wins only if it comes first, as in
     # nanochat.
     return min(range(len(answer.penalties)), key=answer.penalties.__getitem__) == question.gold
 
 
 def continuations(kind: TaskKind, sequences: Sequence[list[int]]) -> list[Continuation]:
-    """Return the continuations of a question's sequences, whose tokens are scored.
+    """Return the continuations of a question's sequences; their tokens are scored.
 
-    Multiple choice scores the tokens after the common prefix; schema, the common suffix; language modelling, whose two
-    sequences are without and with the answer, the second's tokens after the common prefix.
+    In multiple choice, these are the tokens after the common prefix; in schema, the common suffix. Language modelling
+    has two sequences, without and with the answer, and scores the second one's tokens after the common prefix.
     """
     if kind == "schema":
         shared = common_prefix([tokens[::-1] for tokens in sequences])
@@ -150,8 +150,8 @@ def continuations(kind: TaskKind, sequences: Sequence[list[int]]) -> list[Contin
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """Answers questions by the model's mean loss of each continuation, in nats per token, or for language modelling by
-    the number of tokens that greedy decoding gets wrong. Routing is causal; the model keeps its mode.
+    """Answers questions by the model's mean loss on each continuation, in nats per token, or in language modelling by
+    the number of tokens that greedy decoding gets wrong. Routing is causal; the model stays in its mode.
     """
 
     model: GPT
@@ -174,7 +174,7 @@ class ModelScorer:
         )
         return [
             Answer(
-                # NaN where no token is scored.
+                # NaN if no token is scored.
                 [math.nan if not s.tokens else s.misses if exact else s.nats / s.tokens for s in found],
                 cropped=sum(len(c.tokens) > context for c in group),
                 cut=sum(len(c.tokens) - max(c.start, 1) > context - 1 for c in group),

@@ -1,4 +1,4 @@
-"""Cross-entropy and bits per byte on held-out tokens, at one rate of routed experts per token or at several."""
+"""Cross-entropy and bits per byte on held-out tokens, at one or several rates of routed experts per token."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Validation(NamedTuple):
 
     loss: nats per token, over all `tokens` targets, including those that open a document.
 
-    bits_per_byte: over the targets that stand for text, `bytes` of it. A target without text, such as bos, adds neither
-    bits nor bytes, as in nanochat, so that models with different tokenizers compare.
-    observations: one per MoE layer, summed.
+    bits_per_byte: over the targets that represent text, `bytes` bytes in all. As in nanochat, a target without text,
+    such as bos, adds neither bits nor bytes, which makes models with different tokenizers comparable.
+    observations: one per MoE layer, summed over batches.
     """
 
     loss: float
@@ -31,7 +31,7 @@ class Validation(NamedTuple):
     observations: tuple[Observation, ...]
 
     def losses(self) -> dict[str, float | None]:
-        """Return tokens, loss and bits per byte for JSON, which has no NaN."""
+        """Return tokens, loss and bits per byte, with None for NaN, which JSON lacks."""
         numbers = {"tokens": self.tokens, "loss": self.loss, "bits_per_byte": self.bits_per_byte}
         return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
@@ -48,17 +48,17 @@ def evaluate(
     group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
-    """Return the losses of `tokens` in windows of the model's context, in document order; the model keeps its mode.
+    """Return the losses on `tokens`, in windows of the model's context and in document order.
 
-    Routing is causal, and the result does not depend on batch_size (sequences at once) or the number of ranks, except
-    for rounding. max_tokens: targets to score, rounded up to whole windows; None is all. group: ranks with the same
+    Routing is causal, and the result does not depend on batch_size (in sequences) or the number of ranks, except for
+    rounding. max_tokens: targets to score, rounded up to whole windows; None scores all. group: ranks with the same
     model and tokens, which share the windows and all get the sums. progress: called with the tokens done and the total.
 
-    training_pools=True routes as training does, so that a token of an expert-choice model competes with later tokens
-    and with its batch; only whole batches on every rank are scored, and the loss depends on their size. Its difference
+    training_pools=True routes as in training, so that a token of an expert-choice model competes with later tokens and
+    with its batch. Only whole batches on every rank are scored, and the loss depends on their size. Its difference
     from the causal loss is the gap between training and evaluation.
 
-    Raises ValueError if an option is out of range or there are too few tokens.
+    The model stays in its mode. Raises ValueError if an option is out of range or there are too few tokens.
     """
     if batch_size < 1 or (max_tokens is not None and max_tokens < 1):
         raise ValueError(f"batch_size={batch_size} and max_tokens={max_tokens} must be at least 1")
@@ -71,7 +71,7 @@ def evaluate(
         units = min(units, math.ceil(max_tokens / unit))
     if units < 1:
         needed = unit + 1 if training_pools else 2
-        raise ValueError(f"validation needs {needed} tokens but has {len(tokens)}; give more text to validate on")
+        raise ValueError(f"validation needs {needed} tokens but has {len(tokens)}; give more validation text")
     total = min(units * unit, targets)
 
     device = model.embed.weight.device
@@ -84,7 +84,7 @@ def evaluate(
     model.train(training_pools)
     try:
         while shares := list(islice(batches, ranks)):
-            # A rank without rows left takes part with none: a sharded model's forward needs every rank.
+            # A rank that has no rows left still runs an empty batch: a sharded model's forward needs every rank.
             batch = shares[rank] if rank < len(shares) else Batch(*(part[:0] for part in shares[0]))
             output = model(batch.tokens.to(device), batch.targets.to(device))
             losses = output.token_losses.cpu().double()
@@ -112,7 +112,7 @@ def evaluate(
 
 
 def _batches(rows: Iterator[Batch], batch_size: int) -> Iterator[Batch]:
-    """Yield stacked rows. The last window comes alone, without its padding, which would be routed and observed too."""
+    """Yield stacked rows. The last window is yielded alone, without padding, which would be routed and observed."""
     while group := list(islice(rows, batch_size)):
         last = group[-1]
         length = int((last.targets != IGNORED).sum())
@@ -126,9 +126,9 @@ def _batches(rows: Iterator[Batch], batch_size: int) -> Iterator[Batch]:
 class Point(NamedTuple):
     """Measurements of a model at one rate.
 
-    rate: the target, None for the trained cutoffs. fanout: measured routed experts per token, the mean of `fanouts`,
-    which has one value per layer. loss: nats per token. params_active and flops_per_token (of a forward) are those at
-    the fanout.
+    rate: the target, or None for the trained cutoffs. fanout: the measured routed experts per token, the mean of
+    `fanouts`, which has one value per layer. loss: in nats per token. params_active and flops_per_token (of a forward
+    pass) are for this fanout.
     """
 
     rate: float | None
@@ -150,10 +150,10 @@ def measure_rates(
     max_tokens: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Point]:
-    """Return the causal losses of the same tokens at each rate; the model keeps its own rate.
+    """Return the causal losses on the same tokens at each rate. The model's own rate is restored afterwards.
 
-    max_tokens and progress as in `evaluate`; progress counts over all rates. Raises ValueError as `GPT.check_rate`
-    does, before measuring anything.
+    max_tokens and progress: as in `evaluate`, except that progress counts over all rates. Before measuring anything,
+    raises ValueError as `GPT.check_rate` does.
     """
     for rate in rates:
         model.check_rate(rate)

@@ -1,4 +1,4 @@
-"""The evaluation.json of a run folder, which keeps the results of a trained model so that nothing is measured twice."""
+"""The evaluation.json of a run folder. It stores a trained model's results, so that nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ RESULTS = "evaluation.json"
 FORMAT, VERSION = "expert-threshold evaluation", 1
 
 Progress = Callable[[str], Callable[[int, int], None]]
-"""Returns, for the name of a measurement, a callback for how much is done and the total."""
+"""Called with the name of a measurement; returns a function to call with the amount done and the total."""
 
 
 def read_results(run: Path, step: int | None) -> dict[str, Any]:
-    """Return the sections of a run's evaluation.json that were written last for this step, empty if there are none."""
+    """Return the most recent sections of a run's evaluation.json for this step, empty if there are none."""
     return next((saved for saved in _read(run / RESULTS) if saved.get("step") == step), {})
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the results in a file, one for each step and dtype, those written last first."""
+    """Return the results in a file, one for each step and dtype, most recent first."""
     saved = read_json(path) if path.exists() else {}
     others = saved.pop("others", [])
     return [saved, *(each for each in others if isinstance(each, dict))] if isinstance(others, list) else [saved]
 
 
 class Results:
-    """The results of one model, in sections. Those of other steps and dtypes stay in the file, in "others".
+    """The results of one model, in sections. Results for other steps and dtypes stay in the file, under "others".
 
-    rate: as in `GPT.set_rate`; each rate has its own file.
+    rate: as in `GPT.set_rate`; each rate has a separate file.
     """
 
     def __init__(self, folder: Path, model: GPT, tokenizer: Tokenizer, step: int, rate: float | None = None) -> None:
@@ -72,7 +72,7 @@ class Results:
 
 
 def _hash(model: GPT) -> str:
-    """Return the sha256, in hex, of the model's options, all weights in their compute dtype, and all buffers."""
+    """Return a sha256, in hex, of the model's options, its weights in the compute dtype, and its buffers."""
     digest = hashlib.sha256(repr(model.config).encode())
     weights = {name: weight.detach().to(model.compute_dtype) for name, weight in model.named_parameters()}
     for name, tensor in sorted((weights | dict(model.named_buffers())).items()):
@@ -92,12 +92,12 @@ def ask_core(
     baselines: Baselines = "nanochat",
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Return the results with this max_per_task. Each task is saved once it is evaluated, and not evaluated again.
+    """Return the results for this max_per_task. Each task is saved once evaluated, and never evaluated again.
 
-    The section "core" keeps the results of all tasks and of the most questions, "answers" the results of every task.
+    The section "core" keeps the most complete results, by tasks and then questions; "answers" keeps all results.
 
-    tasks: all of the bundle, whose mean is CORE. labels: of those to evaluate; None evaluates all. say: called with a
-    line about each evaluated task. Raises ValueError as `evaluate_task` does.
+    tasks: all tasks of the bundle; their mean is CORE. labels: the tasks to evaluate; None evaluates all. say: called
+    with a line about each evaluated task. Raises ValueError as `evaluate_task` does.
     """
     saved = results.read()
     answers = saved.get("answers")
@@ -126,12 +126,12 @@ def ask_core(
 
 
 def _asked(task: Task) -> dict[str, Any]:
-    """Return what identifies the questions and the prompt format."""
+    """Return the facts that identify a task's questions and prompt format."""
     return {"hash": task.hash, "kind": task.kind, "shots": task.shots, "delimiter": task.delimiter}
 
 
 def _extent(core: Any) -> tuple[bool, int]:
-    """Return whether all tasks of the bundle were evaluated, and the number of questions; (False, -1) if damaged."""
+    """Return True if all tasks were evaluated, and the number of questions, or (False, -1) if `core` is damaged."""
     try:
         return core["metric"] is not None, sum(task["rows"] for task in core["tasks"].values())
     except (AttributeError, LookupError, TypeError):
@@ -139,7 +139,7 @@ def _extent(core: Any) -> tuple[bool, int]:
 
 
 def _find(answers: Sequence[dict[str, Any]], task: Task, max_per_task: int | None) -> dict[str, Any] | None:
-    """Return a saved result for the same questions and prompt format, whatever its max_per_task, or None."""
+    """Return a saved result for the same questions and prompt format, with any max_per_task, or None."""
     asked = _asked(task) | {"rows": len(task.rows[:max_per_task])}
     return next((answer for answer in answers if asked.items() <= answer.items()), None)
 

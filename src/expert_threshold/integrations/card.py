@@ -42,18 +42,18 @@ inputs = tokenizer("def ", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
 
-With the package `expert-threshold` installed, `import expert_threshold.integrations.transformers` replaces
-`trust_remote_code=True`, and `et import {name} --out RUN` turns this folder back into a run folder.
+If the package `expert-threshold` is installed, `import expert_threshold.integrations.transformers` makes
+`trust_remote_code=True` unnecessary, and `et import {name} --out RUN` turns this folder back into a run folder.
 """
 
 
 def model_card(run: RunFolder, config: GPTConfig, step: int, name: str) -> str:
-    """Return Markdown for the model of `run` at `step`, in a folder called `name`."""
+    """Return Markdown about the model of `run` at `step`, exported to a folder called `name`."""
     rule, sentence = config.rule, "A language model without routed experts."
     if rule is not None:
         sentence = (
-            f"A language model with {rule.num_experts} routed experts per layer, {rule.experts_per_token:g} for a "
-            f"token on average, by the routing rule {rule_name(rule)}: {rule.summary()}"
+            f"A language model with {rule.num_experts} routed experts per layer, {rule.experts_per_token:g} per token "
+            f"on average, chosen by the routing rule {rule_name(rule)}: {rule.summary()}"
         )
     rows = "\n".join(f"| {label} | {value} |" for label, value in _rows(run, config, step).items())
     return CARD.format(name=name, sentence=sentence, rows=rows)
@@ -98,6 +98,6 @@ def _core(core: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _validation(run: RunFolder, step: int) -> dict[str, Any]:
-    """Return the last validation of training at this step, empty if there is none."""
+    """Return the last validation during training at this step, empty if there is none."""
     here = [line for line in run.metrics.read() if line["split"] == "validation" and line["step"] == step]
     return here[-1] if here else {}

@@ -1,4 +1,4 @@
-"""The experts of an exported model by this package's backends: `experts_implementation="expert_threshold"`."""
+"""Computes an exported model's experts with this package's backends: `experts_implementation="expert_threshold"`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Weights(NamedTuple):
 
 
 def routed_sum(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Return Σ_k weights[t,k] · expert_ids[t,k](x_t) by the backend that `auto` chooses.
+    """Return Σ_k weights[t,k] · expert_ids[t,k](x_t), computed by the backend that `auto` chooses.
 
-    module: the stacked experts; x: (tokens, d_model); ids and weights: (tokens, K). Weight 0 is not computed.
+    module: the stacked experts; x: (tokens, d_model); ids and weights: (tokens, K). Pairs with weight 0 are skipped.
     """
     gate, up = module.gate_up_proj.chunk(2, 1) if module.has_gate else (None, module.up_proj)
     experts: Any = _Weights(activation_named("swiglu" if module.has_gate else "relu2"), gate, up, module.down_proj)

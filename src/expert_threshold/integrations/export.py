@@ -1,4 +1,4 @@
-"""Converts a run into a folder for Hugging Face, and back, without needing Hugging Face's packages."""
+"""Converts a run to a folder for Hugging Face and back, without needing Hugging Face's packages."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": f"{MODELING}.ExpertThresholdForSequenceClassification",
 }
 SOFTCAP = "final_logit_softcapping"
-"""The name by which engines know the softcap."""
+"""The name under which inference engines look for the softcap."""
 FACTS = ("data", "optim", "train", "corpus", "versions")
-"""The sections of a run's config.json that are exported beside the model."""
+"""The sections of a run's config.json that are exported with the model."""
 
 
 def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Path:
-    """Write a run's model at `step`, or its last, with its tokenizer and a model card into the folder `to`.
+    """Write a run's model at `step`, by default the last, with its tokenizer and a model card, to the folder `to`.
 
     The folder appears complete or not at all. Raises ValueError if the run cannot be read or `to` is not empty.
     """
@@ -66,10 +66,10 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
 
 
 def import_folder(path: str | Path, out: str | Path) -> RunFolder:
-    """Make a run folder from what `export_run` wrote, or what transformers saved from it, fine-tuned or not.
+    """Create a run folder from a folder that `export_run` wrote or that transformers saved, fine-tuned or not.
 
-    Its checkpoint holds weights only: it can be used and initialized from, but not resumed. Raises ValueError if the
-    folder is of another kind, is incomplete, or holds weights or a tokenizer of another model.
+    The run's checkpoint contains only weights: the run can be used, or can initialize another, but cannot be resumed.
+    Raises ValueError if the folder is of another kind, incomplete, or holds another model's weights or tokenizer.
     """
     path = Path(path)
     config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
@@ -88,7 +88,7 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
         raise ValueError(f"{path / 'config.json'}: {error}") from error
     with torch.device("meta"):
         model = GPT(gpt_config)
-    # Other programs save in dtypes of their own (weights in half precision, counters as floats) and pad vocabularies.
+    # Other programs save in other dtypes (weights in half precision, counters as floats) and pad vocabularies.
     for name, own in model.state_dict().items():
         if name in weights:
             rows = weights[name][: len(own)] if name == HEAD[0] or name.endswith("embed.weight") else weights[name]
@@ -108,7 +108,7 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
 
 
 def _told_facts(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return what `_facts` exported: the sections, and the step. Raises ValueError if they are damaged."""
+    """Return the sections and the step that `_facts` exported. Raises ValueError if they are damaged."""
     with corrupted_file_error(path / "config.json", "export the model again"):
         run = config.get("run") or {}
         step = run.get("step", 0)
@@ -120,35 +120,35 @@ def _told_facts(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _require_whole_model(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise ValueError if transformers saved something else of the model than its weights with their head."""
+    """Raise ValueError unless transformers saved the whole language model, unquantised and with its tokenizer."""
     saved, quantised = (config.get("architectures") or [ARCHITECTURE])[0], config.get("quantization_config")
     if saved != ARCHITECTURE:
         raise ValueError(
-            f"{path}: was saved from {saved}, which has no language-model head; save AutoModelForCausalLM's"
+            f"{path}: was saved from {saved}, which has no language-model head; save an AutoModelForCausalLM"
         )
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ValueError(f"{path}: its weights are quantised ({method}); import the folder it was made from")
+        raise ValueError(f"{path}: its weights are quantised ({method}); import the unquantised folder")
     if not (path / "tokenizer.json").is_file():
         raise ValueError(
-            f"{path / 'tokenizer.json'}: the file is missing; save the model's tokenizer there, with "
+            f"{path / 'tokenizer.json'}: the file is missing; save the model's tokenizer there with "
             "tokenizer.save_pretrained, or copy the file from the folder that et export wrote"
         )
 
 
 def _require_own_vocabulary(path: Path, tokens: int, rows: Any) -> None:
-    """Raise ValueError if the model's vocabulary is not the run's: `tokens`, then rows that no token has, if any."""
+    """Raise ValueError unless the model's vocabulary is the run's `tokens`, possibly padded with unused rows."""
     added = [token["content"] for token in read_json(path / "tokenizer.json")["added_tokens"] if token["id"] >= tokens]
     if not isinstance(rows, int) or rows < tokens or (added and rows > tokens):
         what = f"added {', '.join(map(repr, added[:3]))}" if added else "of another size"
         raise ValueError(
-            f"{path}: the model has a vocabulary of {rows} and its run has {tokens}; tokens {what} cannot be imported; "
-            f"save it again after resize_token_embeddings({tokens}) to import it without them"
+            f"{path}: the model's vocabulary has {rows} tokens, its run's {tokens}; tokens {what} cannot be imported; "
+            f"to import the model without them, save it after resize_token_embeddings({tokens})"
         )
 
 
 def _outside(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return our model's tensors under the export's names, where experts' gate and up are one tensor."""
+    """Return our model's tensors under their names in an export, where the experts' gate and up are one tensor."""
     found = {HEAD[1] if name == HEAD[0] else PREFIX + name: tensor for name, tensor in weights.items()}
     for experts in [name.removesuffix("up") for name in found if name.endswith("experts.up")]:
         gate, up = found.pop(f"{experts}gate", None), found.pop(f"{experts}up")
@@ -174,7 +174,7 @@ def _inside(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    """Load the weights from one file, or from several that an index lists."""
+    """Load the weights from one file, or from the files listed in an index."""
     index = path / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.is_file():
@@ -191,12 +191,12 @@ def _load(path: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{path / name}: damaged ({error}); export or save the model again") from None
     if odd := [name for name, tensor in weights.items() if tensor.is_complex()]:
-        raise ValueError(f"{path}: {odd[0]} is complex, as no weight is; export or save the model again")
+        raise ValueError(f"{path}: {odd[0]} is complex, but weights are real; export or save the model again")
     return weights
 
 
 def _facts(run: RunFolder, step: int) -> dict[str, Any]:
-    """Return the facts of the training run to export. The text is reduced to its name, since folders are shared."""
+    """Return the facts to export about a run. Paths of its text are cut to a name, since exports are shared."""
     config = run.config
     facts = {"step": step} | {name: config[name] for name in FACTS if name in config}
     with corrupted_file_error(run.path / "config.json", "restore it from a copy, or train again"):
@@ -208,12 +208,12 @@ def _facts(run: RunFolder, step: int) -> dict[str, Any]:
 
 
 def _ids(bos: int) -> dict[str, int]:
-    """Return the special tokens. A document ends where the next opens; padding is masked, so any token serves."""
+    """Return the special tokens. A document ends where the next one starts; padding is masked, so any token will do."""
     return {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
 
 
 def _cache(config: GPTConfig) -> dict[str, bool]:
-    """Disable the cache where the rule looks at earlier tokens' scores, which it does not hold."""
+    """Return an option that disables the cache if the rule needs earlier tokens' scores, which no cache holds."""
     by_token = config.rule is None or config.rule.scope(training=False) == "token"
     return {} if by_token else {"use_cache": False}
 

@@ -1,4 +1,4 @@
-"""Moves cutoffs while a model of Hugging Face transformers is fine-tuned."""
+"""Updates cutoffs while an exported model is fine-tuned with Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def follow(
     group: dist.ProcessGroup | None = None,
     loss_scale: float | None = None,
 ) -> Follower:
-    """Make `model` route in training as it did in pre-training, and each `optimizer.step()` update its rules.
+    """Make `model` route as in pre-training while it is trained, and each `optimizer.step()` update its rules.
 
-    Otherwise cutoffs and biases stay as trained, and rules add no losses. model: as `AutoModelForCausalLM` loads it,
-    with or without `trust_remote_code`. For `Trainer`, pass it the optimizer too,
-    `Trainer(..., optimizers=(optimizer, None))`, and loss_scale=1 / gradient_accumulation_steps. group and loss_scale
-    as in `expert_threshold.moe.follow`. Padding would move the cutoffs, so in training an attention_mask with zeros
-    raises ValueError; pack texts instead. Raises ValueError if the model has no Mixture-of-Experts layer.
+    Without this, cutoffs and biases stay as trained, and rules add no losses. model: as loaded by
+    `AutoModelForCausalLM`, with or without `trust_remote_code`. With `Trainer`, use
+    `Trainer(..., optimizers=(optimizer, None))` and loss_scale=1 / gradient_accumulation_steps. group and loss_scale
+    are those of `expert_threshold.moe.follow`. Padding would shift the cutoffs, so an attention_mask with zeros raises
+    ValueError in training; pack texts instead. Raises ValueError if the model has no Mixture-of-Experts layer.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -40,9 +40,9 @@ def follow(
 
 
 def _make_trainable(frozen: nn.Module, config: Any) -> None:
-    """Turn the exported model's router into one of ours, which returns the whole routing, keeping weight and buffers.
+    """Turn an exported model's router into our `Router`, which returns the whole routing, and keep weight and buffers.
 
-    The change is in place, since FSDP2 gathers weights for the modules that it was given.
+    The module is changed in place, since FSDP2 gathers weights only for the modules that it was given.
     """
     rule = rule_from_dict(config.rule)
     assert rule is not None
@@ -57,4 +57,4 @@ def _make_trainable(frozen: nn.Module, config: Any) -> None:
 def _refuse_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if model.training and mask is not None and not mask.all():
-        raise ValueError("attention_mask has padding, which would move the cutoffs; pack texts, or do not follow")
+        raise ValueError("attention_mask has padding, which would shift the cutoffs; pack texts, or do not follow")

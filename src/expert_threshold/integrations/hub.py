@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: pushes exports, and reads `hub:OWNER/NAME` where a folder is expected."""
+"""Pushes exports to the Hugging Face hub, and reads models from there as `hub:OWNER/NAME` instead of a folder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .export import import_folder
 
 PREFIX = "hub:"
 FILES = ["*.json", "*.safetensors"]
-"""All that `import_folder` reads: no code."""
+"""The files that `import_folder` reads, none of which is code."""
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
-"""The files of an earlier push that would be read in place of new ones."""
+"""Files to delete, because those of an earlier push could be read in place of the new ones."""
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload an export, to a new private repository if there is none; return its address."""
+    """Upload an export and return its URL. Creates a private repository if there is none."""
     with hub_errors(repository, "uploaded to") as hub:
         api = hub.HfApi()
         address = str(api.create_repo(repository, private=True, exist_ok=True))
@@ -26,7 +26,7 @@ def push(folder: Path, repository: str) -> str:
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder of this name, after downloading it if the name is hub:OWNER/NAME."""
+    """Return the folder with this name, downloaded first if the name is hub:OWNER/NAME."""
     if not name.startswith(PREFIX):
         return Path(name)
     repository = name.removeprefix(PREFIX)
@@ -35,9 +35,9 @@ def model_folder(name: str) -> Path:
 
 
 def run_folder(name: str) -> str:
-    """Return the run of this name; hub:OWNER/NAME is imported into the cache, once for each of its revisions."""
+    """Return the run folder with this name. hub:OWNER/NAME is first imported into the cache, once per revision."""
     if not name.startswith(PREFIX):
         return name
-    snapshot = model_folder(name)  # named like the commit
+    snapshot = model_folder(name)  # named after the commit
     run = cache_folder() / "runs" / name.removeprefix(PREFIX) / snapshot.name
     return str(run if run.exists() else import_folder(snapshot, run).path)

@@ -1,4 +1,4 @@
-"""A run as a model of lm-evaluation-harness, from the extra `eval`.
+"""Makes a run a model for lm-evaluation-harness (extra `eval`).
 
 `et evaluate RUN --harness TASK` evaluates tasks; the harness's own command line offers everything else:
 
@@ -29,15 +29,15 @@ from ..model.score import TOKENS_AT_ONCE
 from ..option import did_you_mean
 from ..runs import load_model
 
-GROUPS_AT_ONCE = 256  # between two reports of progress
+GROUPS_AT_ONCE = 256  # groups between two progress reports
 
 log = logging.getLogger(__name__)
 
 
 class HarnessModel(TemplateLM):
-    """A model that answers the harness's three kinds of requests, in batches of at most `tokens_at_once` tokens.
+    """A model that answers the harness's three kinds of requests, in batches of up to `tokens_at_once` tokens.
 
-    Every text opens a document. Routing is causal. A context that does not fit is truncated on the left.
+    Every text starts a document. Routing is causal. A context that is too long is truncated on the left.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that opens the next document, which ends the current one."""
+        """The token that starts the next document, and so ends the current one."""
         return self.run_tokenizer.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -74,7 +74,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], **_: Any) -> list[float]:
-        """Return the log-probabilities of whole texts, in nats, each in windows of the context."""
+        """Return the log-probabilities of whole texts, in nats, computed in windows of the context length."""
         windows: list[Continuation] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -91,11 +91,11 @@ class HarnessModel(TemplateLM):
         return sums
 
     def _score(self, continuations: Sequence[Continuation], what: str, *, misses: bool) -> list[Any]:
-        """Return the scores. Those with a common beginning, such as a question's choices, are scored together."""
+        """Return the scores. Continuations of the same beginning, such as a question's choices, are scored together."""
         length = self.model.config.context + 1  # the last token is predicted, not read
         lost = sum(len(c.tokens) - c.start > length - 1 for c in continuations)
         if lost:
-            log.warning("continuations beyond the context of %d, of which only the end is scored: %d", length - 1, lost)
+            log.warning("with a context of %d tokens, only the ends of %d continuations are scored", length - 1, lost)
         by_beginning: dict[tuple[int, ...], list[int]] = {}
         for i, c in enumerate(continuations):
             by_beginning.setdefault(tuple(c.tokens[: c.start]), []).append(i)
@@ -114,9 +114,9 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Instance], **_: Any) -> list[str]:
-        """Return the text generated after each context, up to the document's end or a stop sequence, which is left out.
+        """Return the text generated after each context, up to but excluding a stop sequence or the document's end.
 
-        At most half of the context is used for generation. Raises ValueError for an unknown sampling parameter.
+        Generation may fill up to half of the context. Raises ValueError for an unknown sampling parameter.
         """
         context = self.model.config.context
         engine = Engine(self.model, self.run_tokenizer, slots=max(self.tokens_at_once // context, 1))
@@ -136,15 +136,15 @@ class HarnessModel(TemplateLM):
 
 
 def read_request(options: Mapping[str, Any], context: int) -> Request:
-    """Return the harness's sampling parameters as a request without a prompt; temperature 0 takes the likeliest token.
+    """Convert the harness's sampling parameters to a request without a prompt. Temperature 0 picks the likeliest token.
 
-    Raises ValueError for a parameter that is not supported.
+    Raises ValueError if a parameter is not supported.
     """
     left = dict(options)
     until = left.pop("until", None) or ()
     wanted = int(left.pop("max_gen_toks", 256))
     if wanted > context // 2:
-        log.warning("max_gen_toks=%d is cut to half of the context of %d", wanted, context)
+        log.warning("max_gen_toks=%d was reduced to half of the context of %d", wanted, context)
     do_sample = left.pop("do_sample", None)
     temperature = float(left.pop("temperature", 1.0 if do_sample else 0.0))
     samples = do_sample is not False and temperature > 0
@@ -152,7 +152,7 @@ def read_request(options: Mapping[str, Any], context: int) -> Request:
     unknown = {name: value for name, value in left.items() if samples or name not in ("top_p", "min_p")}
     if unknown:
         name, value = next(iter(unknown.items()))
-        raise ValueError(f"{name}={value!r} is not supported here; leave it out, or set do_sample to false")
+        raise ValueError(f"{name}={value!r} is not supported here; omit it, or set do_sample to false")
     return Request(
         prompt=(),
         max_tokens=min(wanted, context // 2),
@@ -166,7 +166,7 @@ def read_request(options: Mapping[str, Any], context: int) -> Request:
 class RunModel(HarnessModel):
     """The model of a run folder, for the harness's own command line.
 
-    step: the checkpoint, None is the last. batch_size: texts of full context length at once, or "auto", "auto:4", ….
+    step: the checkpoint, by default the last. batch_size: full-length texts in a batch, or "auto", "auto:4", ….
     """
 
     def __init__(
@@ -190,29 +190,29 @@ class RunModel(HarnessModel):
 
 
 class Harness:
-    """Tasks of the harness by name, groups included. folder: has further tasks, beside the harness's own.
+    """Tasks and groups of the harness, selected by name. folder: contains tasks in addition to the harness's own.
 
     Raises ValueError for an unknown name.
     """
 
     def __init__(self, names: Sequence[str], folder: str | Path | None = None) -> None:
         if folder is not None and not Path(folder).is_dir():
-            raise ValueError(f"--harness-path {folder}: no such folder; name one with the YAML files of tasks")
+            raise ValueError(f"--harness-path {folder}: no such folder; name a folder with the YAML files of tasks")
         self.names = names
-        if folder is not None:  # indexing the harness's own thousands takes seconds
+        if folder is not None:  # avoids indexing the harness's own thousands of tasks, which takes seconds
             self._manager = TaskManager(include_path=str(folder), include_defaults=False)
         if folder is None or not set(names) <= set(self._manager.all_tasks):
             self._manager = TaskManager(include_path=None if folder is None else str(folder))
         for name in names:
             if name not in self._manager.all_tasks:
-                otherwise = "lm-eval ls tasks lists all, --harness-path adds more"
+                otherwise = "lm-eval ls tasks lists all tasks, and --harness-path adds more"
                 remedy = did_you_mean(name, self._manager.all_tasks, otherwise)
                 raise ValueError(f"--harness {name}: unknown task; {remedy}")
 
     def ask(
         self, model: GPT, tokenizer: Tokenizer, progress: Progress, max_per_task: int | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each name with its results, by task and by metric, as soon as they are known.
+        """Yield each name with its results by task and metric, as soon as they are known.
 
         Raises ValueError if the questions cannot be loaded.
         """
@@ -220,7 +220,7 @@ class Harness:
         for name in self.names:
             try:
                 loaded = self._manager.load([name])
-            except Exception as error:  # packages that read data sets raise errors of their own
+            except Exception as error:  # packages that read data sets raise errors of many types
                 reason = " ".join(str(error).split()) or type(error).__name__
                 raise ValueError(f"--harness {name}: its questions cannot be loaded: {reason[:300]}") from error
             group = loaded["groups"].get(name)
@@ -236,7 +236,7 @@ class Harness:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Return the value and standard error, or None, of each metric, whose name may end with a comma and its filter."""
+    """Return each metric's value and its standard error or None. A name may end with a comma and a filter."""
     found = {}
     for name, value in metrics.items():
         metric, comma, answers = name.partition(",")

@@ -1,4 +1,4 @@
-"""The source of a routing rule as flat files beside an exported model, for use without this package."""
+"""Exports the source of a routing rule as flat files next to a model, for use without this package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..routing import Rule
 from ..routing import __all__ as EXPORTED
 
 ENTRY = "exported_rule.py"
-"""The file that `transformers.py` imports, which names the rule's class."""
+"""The file that names the rule's class; `transformers.py` imports it."""
 ROUTING = Path(inspect.getfile(Rule)).parent
 OURS = re.compile(r"^(\s*)from expert_threshold(?:\.routing)? import", re.MULTILINE)
 SIBLING = re.compile(r"^(\s*)from \.(\w+) import", re.MULTILINE)
@@ -19,10 +19,10 @@ PACKAGE = re.compile(r"^\s*(?:from|import) expert_threshold\b.*$", re.MULTILINE)
 
 
 def rule_files(rule: Rule | None) -> dict[str, str]:
-    """Return the texts of all files that the rule's class needs, by name; for a dense model, one that sets RULE = None.
+    """Return the texts of all files that the rule's class needs, by name. A dense model gets a file with RULE = None.
 
-    A rule of another distribution must be one file that imports nothing of this package but `expert_threshold.routing`.
-    Raises ValueError if it is not, or if its source cannot be found.
+    A rule from another package must be a single file that imports nothing from this one except
+    `expert_threshold.routing`. Raises ValueError if it is not, or if its source cannot be found.
     """
     if rule is None:
         return {ENTRY: '"""This model is dense and has no routing rule."""\n\nRULE = None\n'}
@@ -32,14 +32,14 @@ def rule_files(rule: Rule | None) -> dict[str, str]:
         text = path.read_text(encoding="utf-8")
     except (OSError, TypeError):
         raise ValueError(
-            f"rule {cls.__name__}: its source cannot be found, so the folder would not load; define it in a module"
+            f"rule {cls.__name__}: its source cannot be found, so the export would not load; define it in a module"
         ) from None
     name = path.stem if path.parent == ROUTING else f"rule_{path.stem}"
     if path.parent != ROUTING:
         _require_alone(path, text)
         text = OURS.sub(r"\1from .routing import", text)
         if left := PACKAGE.search(text):
-            raise ValueError(f"{path}: {left[0].strip()!r} is more than an exported rule may import; use its routing")
+            raise ValueError(f"{path}: {left[0].strip()!r}: an exported rule may import only expert_threshold.routing")
     files: dict[str, str] = {}
     _add(files, name, text)
     files[ENTRY] = f'"""The routing rule of this model."""\n\nfrom .{_flat(name)} import {cls.__name__} as RULE\n'
@@ -47,22 +47,22 @@ def rule_files(rule: Rule | None) -> dict[str, str]:
 
 
 def _flat(module: str) -> str:
-    """Return the module's name in an exported folder, where a file named like the package would shadow it."""
+    """Return a module's name in an exported folder. A file with the package's name would shadow the package."""
     return "routing_expert_threshold" if module == "expert_threshold" else module
 
 
 def _require_alone(path: Path, text: str) -> None:
-    """Raise ValueError if a rule's file imports files beside it, or names that our routing does not export."""
+    """Raise ValueError if a rule's file imports its neighbours, or names that our routing package does not export."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level:
-            raise ValueError(f"{path}: imports files beside it; an exported rule must be one file")
+            raise ValueError(f"{path}: imports neighbouring files; an exported rule must be a single file")
         if isinstance(node, ast.ImportFrom) and node.module == "expert_threshold":
             for name in {alias.name for alias in node.names}.difference(EXPORTED):
-                raise ValueError(f"{path}: {name!r} is more than an exported rule may import; use its routing")
+                raise ValueError(f"{path}: {name!r}: an exported rule may import only expert_threshold.routing")
 
 
 def _add(files: dict[str, str], module: str, text: str) -> None:
-    """Add a module, and those that it imports: of `routing`, and `option.py` from the folder above."""
+    """Add a module and the modules that it imports: from `routing`, and `option.py` from the parent folder."""
     if (file := f"{_flat(module)}.py") in files:
         return
     text = text.replace("from ..option import", "from .option import")

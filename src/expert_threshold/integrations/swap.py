@@ -1,4 +1,4 @@
-"""Our rules in the mixtures of transformers: the routers change, experts and weights stay."""
+"""Puts our rules into the mixtures of transformers: routers are replaced, experts and weights stay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .transformers import chosen
 Model = TypeVar("Model", bound=nn.Module)
 
 SAVED = "routing_rule"
-"""Entry of a model's configuration: the rule that was put into it."""
+"""The entry of a model's configuration that holds the rule put into the model."""
 
 
 def _of_softmax(router: Any) -> TokenChoice:
@@ -49,22 +49,22 @@ ROUTERS = {
     "DeepseekV3TopkRouter": _of_sigmoid,
     "NemotronHTopkRouter": _of_sigmoid,
 }
-"""The routers that can be swapped, by class, each with the rule that routes as it does."""
+"""The classes of routers that can be swapped, each with the rule that routes in the same way."""
 
 
 class Inputs(NamedTuple):
-    """The rows (batch, time) of a model's inputs, which its routers see as a list, and the mask if there is padding."""
+    """A model's input shape (batch, time), which is flattened for its routers, and the mask if there is padding."""
 
     rows: tuple[int, int]
     mask: Tensor | None
 
 
 class SwappedRouter(Router):
-    """A router of ours in the place of one of transformers, with its weights, under its names.
+    """Our router in place of one from transformers, with the same weights under the same names.
 
-    A call returns what theirs returns: scores (tokens, num_scores), weights and ids of experts (tokens, K). K is the
-    most experts of any token; a token with fewer has others with weight 0. Hooks see the whole routing, as `follow`
-    needs.
+    A call returns what the other router returns: scores (tokens, num_scores), and weights and ids of experts
+    (tokens, K). K is the largest fanout of any token; a token with fewer experts is padded with others of weight 0.
+    Hooks see the whole routing, which `follow` needs.
     """
 
     bias: Tensor | None
@@ -75,7 +75,7 @@ class SwappedRouter(Router):
         self.weight, self.bias = old.weight, getattr(old, "bias", None)
         for name, value in rule.init()._asdict().items():
             setattr(self, f"state_{name}", value.to(old.weight.device))
-        if (own := getattr(old, "e_score_correction_bias", None)) is not None:  # kept for a swap back
+        if (own := getattr(old, "e_score_correction_bias", None)) is not None:  # kept for swapping back
             self.register_buffer("e_score_correction_bias", own)
             if getattr(rule, "balance", None) == "loss_free":
                 self.state.bias.copy_(own)
@@ -90,12 +90,12 @@ class SwappedRouter(Router):
     def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
         rows, mask = self._inputs_of(hidden)
         x = hidden.reshape(*rows, hidden.shape[-1])
-        mask = mask if self.training else None  # in inference a token is routed by itself
+        mask = mask if self.training else None  # in inference each token is routed independently
         scores, weights, ids = chosen(self.rule, super().__call__(x, mask=mask), None)
         return scores, weights.to(hidden.dtype), ids
 
     def note(self, inputs: Inputs, checkpointed: bool) -> None:
-        """Note the inputs of a forward of the model, and whether one that waits to be recomputed had others."""
+        """Note the inputs of a forward pass, and whether a pass that may yet be recomputed had different ones."""
         if self.recomputed or not self.waits:
             self.waits, self.mixed = checkpointed and self.training and torch.is_grad_enabled(), False
         elif self.inputs is not None:
@@ -108,42 +108,42 @@ class SwappedRouter(Router):
             self.recomputed = True
             if self.mixed:
                 raise ValueError(
-                    "activation checkpointing computes a forward again after one with other rows or padding; call "
-                    "backward after each forward, or switch checkpointing off"
+                    "activation checkpointing recomputes a forward after another with a different shape or padding; "
+                    "call backward after each forward, or switch checkpointing off"
                 )
         if self.inputs is None or self.inputs.rows[0] * self.inputs.rows[1] != tokens:
-            return Inputs((1, tokens), None)  # the block is called by itself
+            return Inputs((1, tokens), None)  # the block was called on its own
         return self.inputs
 
 
 def routers(model: nn.Module) -> dict[str, Any]:
-    """Return the routers of a mixture by name. Raises ValueError if the model has none that we know."""
+    """Return the routers of a mixture by name. Raises ValueError if it has no router that can be swapped."""
     found = {n: m for n, m in model.named_modules() if type(m).__name__ in ROUTERS or isinstance(m, SwappedRouter)}
     if not found:
         known = ", ".join(sorted(name.partition("TopK")[0].partition("Topk")[0] for name in ROUTERS))
-        raise ValueError(f"{type(model).__name__} has no router that can be swapped; use a mixture of {known}")
+        raise ValueError(f"{type(model).__name__} has no router that can be swapped; use one of {known}")
     return found
 
 
 def own_rule(model: nn.Module) -> Rule:
-    """Return the rule that routes as the model does. Raises ValueError if the model has no router that we know."""
+    """Return the rule that routes as the model does. Raises ValueError if no router can be swapped."""
     router = next(iter(routers(model).values()))
     return router.rule if isinstance(router, SwappedRouter) else ROUTERS[type(router).__name__](router)
 
 
 def swap_rule(model: Model, rule: Rule | None = None) -> Model:
-    """Make a mixture of transformers route by `rule`, in place, and return it; experts and all weights stay.
+    """Make a transformers mixture route by `rule`, in place, and return it. Experts and all weights stay.
 
-    rule: None is the rule in the model's configuration, with which it was saved; its state is then read from the folder
-    or the cached repository that the model was loaded from. Where the model has this rule already, nothing changes;
-    else the state is new, but for the biases of a loss-free checkpoint. Swap before `fully_shard`, `compile` and
-    `follow(model, optimizer)`, which then trains the rule. Tokens whose attention_mask is 0 take part in nothing.
-    Raises ValueError for a model or a rule that does not fit.
+    rule: None uses the rule that was saved in the model's configuration, and reads its state from the folder or the
+    cached repository that the model was loaded from. If the model already has this rule, nothing changes. Otherwise the
+    state is new, except for the biases of a loss-free checkpoint. Swap before `fully_shard`, `compile` and
+    `follow(model, optimizer)`, which then trains the rule. Tokens whose attention_mask is 0 are ignored.
+    Raises ValueError if the model or the rule does not fit.
     """
     found = routers(model)
     config: Any = getattr(model, "config", None)
     if config is None:
-        raise ValueError(f"{type(model).__name__} has no configuration; pass the model of transformers, not a wrapper")
+        raise ValueError(f"{type(model).__name__} has no configuration; pass the transformers model, not a wrapper")
     saved = rule is None
     if rule is None:
         if getattr(config, SAVED, None) is None:
@@ -161,7 +161,7 @@ def swap_rule(model: Model, rule: Rule | None = None) -> Model:
             getattr(router.state, field).copy_(value)
     setattr(config, SAVED, rule_to_dict(rule))
     if hasattr(config, "output_router_logits"):
-        config.output_router_logits = False  # the model's own loss reads routers of its own
+        config.output_router_logits = False  # the model's own loss reads its own routers' outputs
     base: Any = getattr(model, "base_model", model)
     if _note_inputs not in base._forward_pre_hooks.values():
         base.register_forward_pre_hook(_note_inputs, with_kwargs=True)
@@ -170,27 +170,27 @@ def swap_rule(model: Model, rule: Rule | None = None) -> Model:
 
 def _require_fits(rule: object, found: Iterable[Any]) -> None:
     if not isinstance(rule, Rule):
-        raise ValueError(f"rule={rule!r} is not a rule; use ExpertThreshold(), say")
+        raise ValueError(f"rule={rule!r} is not a rule; use, for example, ExpertThreshold()")
     for old in found:
         if isinstance(old.weight, DTensor):
-            raise ValueError("the model is sharded already; call swap_rule before fully_shard")
+            raise ValueError("the model is already sharded; call swap_rule before fully_shard")
         if len(old.weight) != rule.num_experts:
             raise ValueError(f"rule has num_experts={rule.num_experts}; the model has {len(old.weight)}")
     if rule.num_scores != rule.num_experts:
-        raise ValueError(f"{type(rule).__name__} has scores beyond those of the experts, which the checkpoint lacks")
+        raise ValueError(f"{type(rule).__name__} has more scores than one per expert, which the checkpoint lacks")
     if rule.scope(training=False) != "token":
-        raise ValueError(f"{type(rule).__name__} looks at whole sequences, which no cache of transformers keeps")
+        raise ValueError(f"{type(rule).__name__} looks at whole sequences, which no transformers cache keeps")
 
 
 def _note_inputs(base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Tell the routers, which see a list of tokens, its rows and which tokens are padding."""
+    """Give the routers, which see a flat list of tokens, the input's shape and padding mask."""
     tokens = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs["inputs_embeds"] if tokens is None else tokens
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     rows: tuple[int, int] = (tokens.shape[0], tokens.shape[1])
     padded = isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all()
     inputs = Inputs(rows, mask[:, -rows[1] :].bool() if padded else None)
-    # transformers renames this property; reading the former name warns.
+    # transformers renamed this property, and reading the old name warns.
     name = "is_activation_checkpointing"
     checkpointed = getattr(base, name if hasattr(type(base), name) else "is_gradient_checkpointing")
     for module in base.modules():
@@ -199,9 +199,9 @@ def _note_inputs(base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _saved_states(model: Any, layers: int) -> list[dict[str, Tensor]]:
-    """Return the states of the routers from the folder or the cached repository of the model, by layer.
+    """Return the routers' states, in layer order, from the model's folder or cached repository.
 
-    transformers saves some architectures under other names than it loads them; the numbers in them are the layers.
+    transformers saves some architectures under different names than it loads, so layers are matched by number.
     """
     folder = Path(str(model.name_or_path))
     if not folder.is_dir():
@@ -217,6 +217,6 @@ def _saved_states(model: Any, layers: int) -> list[dict[str, Tensor]]:
                     states[tuple(map(int, re.findall(r"\d+", name)))][field] = tensors.get_tensor(key)
     if len(states) != layers:
         raise ValueError(
-            f"{folder} has {len(states)} routers' states, not {layers}; pass a rule to start with a new state"
+            f"{folder} has states of {len(states)} routers, not {layers}; pass a rule to start with a new state"
         )
     return [state for _, state in sorted(states.items())]

@@ -1,11 +1,11 @@
 """The trained model for Hugging Face transformers.
 
-Importing this file registers the type `expert_threshold` with transformers' Auto classes. It only imports torch,
-transformers and the routing rule, because `et export` copies this file and the rule beside the weights, so that a
-folder loads where the package is not installed (`trust_remote_code=True`).
+Importing this file registers the type `expert_threshold` with transformers' Auto classes. The file imports only torch,
+transformers and the routing rule: `et export` copies it and the rule next to the weights, so that the folder loads
+even where the package is not installed (`trust_remote_code=True`).
 
-Cutoffs stay as trained, in fine-tuning too: a token is routed by its own scores alone, so that padding and batches
-change nothing. `expert_threshold.integrations.follow` moves them with the weights.
+Cutoffs stay as trained, even in fine-tuning: a token is routed by its own scores alone, so padding and batches make no
+difference. `expert_threshold.integrations.follow` updates the cutoffs together with the weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RULE_FILE = "exported_rule"
 
 
 def make_rule(options: dict[str, Any]) -> Any:
-    """Return the rule of `{"name": …, option: value, …}`: from the file beside this one, else from the package."""
+    """Return the rule of `{"name": …, option: value, …}`, from the exported file if there is one, else our package."""
     try:
         from .exported_rule import RULE  # type: ignore[import-not-found]
     except ModuleNotFoundError as error:
@@ -62,11 +62,11 @@ def make_rule(options: dict[str, Any]) -> Any:
 
 
 class ExpertThresholdConfig(PreTrainedConfig):
-    """The options of the model under their names in expert_threshold; `rule` holds all options of the routing rule.
+    """The model's options under their names in expert_threshold; `rule` holds all options of the routing rule.
 
-    run: facts about the training run, for `et import`; they have no effect on the model.
+    run: facts about the training run for `et import`; they do not affect the model.
 
-    No name here may count the experts: where one does (num_experts, num_local_experts, …), vLLM replaces `experts` by
+    No field may be named like a number of experts (num_experts, num_local_experts, …), or vLLM replaces `experts` by
     experts with SiLU.
     """
 
@@ -125,7 +125,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.rule is None:
             self.rule = {"name": "dense"}
-        if self.value_embeddings is not None:  # they are added to the values of all heads
+        if self.value_embeddings is not None:  # these are added to the values of all heads
             plan = type(self).base_model_tp_plan
             self.base_model_tp_plan = {name: style for name, style in plan.items() if "attention" not in name}  # type: ignore[misc]
         super().__post_init__(**kwargs)
@@ -144,18 +144,18 @@ class ExpertThresholdConfig(PreTrainedConfig):
         return alternates or self.value_embeddings == "all"
 
     def has_key_offset(self, layer: int) -> bool:
-        """Return True if half of each of the layer's keys is the previous token's."""
+        """Return True if half of every key in the layer comes from the previous token."""
         return self.key_offset == "all" or (self.key_offset == "last" and layer == self.layers - 1)
 
     def window(self, layer: int) -> int | None:
-        """Return the number of tokens before its own that a token sees in the layer; None for all."""
+        """Return the number of previous tokens that a token sees in the layer, or None if it sees all."""
         if self.windows is None or layer == self.layers - 1 or self.windows[layer % len(self.windows)] == "L":
             return None
         return 128 * -(-self.context // 512) if self.short_window is None else self.short_window
 
     @property
     def layer_types(self) -> list[str]:
-        """Return what each layer caches: all keys, those of its window, and in the first the embedding for smear."""
+        """Return what each layer caches: all keys or its window's, and in the first layer also the state for smear."""
         kinds = ["full_attention" if self.window(i) is None else "sliding_attention" for i in range(self.layers)]
         if self.smear:
             kinds[0] = "hybrid" if self.window(0) is None else "hybrid_sliding"
@@ -163,7 +163,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
 
     @property
     def sliding_window(self) -> int | None:
-        """Return the keys that a short layer caches: its window's, the token's own, and a predecessor to shift in."""
+        """Return how many keys a short layer caches: its window, the token itself, and one more if keys are offset."""
         windows = [window for window in map(self.window, range(self.layers)) if window is not None]
         return windows[0] + 1 + (self.key_offset == "all") if windows else None
 
@@ -174,7 +174,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def within(window: int) -> Callable[[int, int, int, int], bool]:
-    """Return the mask (batch, head, query, key) of keys at most `window` before the query."""
+    """Return a mask function (batch, head, query, key) that allows keys up to `window` before the query."""
     return lambda batch, head, query, key: key >= query - window
 
 
@@ -185,8 +185,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def delay(keys: Tensor, continues: Tensor | None) -> Tensor:
-    """Return keys (batch, heads, time, head_dim), rotated, of which the half that rotates slowest is the previous
-    token's, zeros for the first token and for one whose `continues` (batch, time) is False.
+    """Return rotated keys (batch, heads, time, head_dim) whose slowest-rotating half is taken from the previous token.
+    That half is zero for the first token and where `continues` (batch, time) is False.
     """
     pairs = keys.shape[-1] // 2
     slow = torch.arange(2 * pairs, device=keys.device) % pairs >= pairs - pairs // 2
@@ -197,7 +197,7 @@ def delay(keys: Tensor, continues: Tensor | None) -> Tensor:
 
 
 def starting(module: Any, start: str) -> Any:
-    """Return the module, which `_init_weights` initializes as what `start` names."""
+    """Return the module, marked so that `_init_weights` initializes it in the way named by `start`."""
     module.start = start
     return module
 
@@ -237,8 +237,8 @@ class Attention(nn.Module):
         past_key_values: Cache | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """x: (batch, time, d_model); cos, sin: (batch, 1, time, head_dim / 2); tokens, seen, continues: (batch, time),
-        or None. Returns the output, and the attention weights if they were computed.
+        """Return the output, and the attention weights if computed. x: (batch, time, d_model); cos, sin:
+        (batch, 1, time, head_dim / 2); tokens, seen, continues: (batch, time), or None.
         """
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -249,14 +249,14 @@ class Attention(nn.Module):
                 raise ValueError("value embeddings need the tokens; give input_ids, not inputs_embeds")
             gates = 3 * self.value_gate(x[..., : self.gate_channels]).sigmoid().transpose(1, 2)[..., None]
             v = v + gates * self.value_embed(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k = (norm(rotate(each, cos, sin)).to(v.dtype) for each in (q, k))  # under autocast norms return float32
+        q, k = (norm(rotate(each, cos, sin)).to(v.dtype) for each in (q, k))  # under autocast, norm returns float32
         offset = self.config.has_key_offset(self.layer_idx)
         if offset and seen is not None:
-            k = k * seen[:, None, :, None].to(k)  # nothing attends to padding, but the next token's key has half of it
+            k = k * seen[:, None, :, None].to(k)  # padding is masked, but half its key would enter the next token's
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         if offset:
-            k = delay(k, continues)  # keys are cached as computed, so that the cache holds every predecessor
+            k = delay(k, continues)  # after caching, so that the cache holds every previous token's key
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         y, weights = attend(self, q, k, v, mask, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs)
         return self.output(y.reshape(*x.shape[:-1], -1)), weights
@@ -278,9 +278,9 @@ class FeedForward(nn.Module):
 
 
 class Router(nn.Module):
-    """Computes scores in float32 and routes them by the rule, as in inference.
+    """Computes scores in float32 and routes them by the rule as in inference.
 
-    Weight and state have dtypes of their own, which transformers keeps when it loads a model in another dtype.
+    The dtypes of weight and state are fixed: transformers keeps them when it loads the model in another dtype.
     The state is saved with the weights, keeps its dtypes under any cast, and is never updated here.
     """
 
@@ -301,7 +301,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return scores (tokens, num_scores), and weights and ids of experts (tokens, K), for x (batch, time, d_model).
 
-        Rules that copy return a fourth tensor, the factor of x itself, (batch, time).
+        Rules with copy slots return a fourth tensor, the factor for x itself, (batch, time).
         """
         with torch.autocast(x.device.type, enabled=False):  # autocast would round the scores
             scores = F.linear(x.float(), self.weight.float())
@@ -320,8 +320,8 @@ class Router(nn.Module):
 
 
 def chosen(rule: Any, routing: Any, gate_norm: str | None) -> tuple[Tensor, ...]:
-    """Return a routing as `Router.forward` does. K is the most experts of any token, or a bound in a traced graph;
-    a token with fewer has other experts, each once, with weight 0.
+    """Return a routing as `Router.forward` does. K is the largest fanout of any token, or a bound in a traced graph.
+    A token with fewer experts is padded with others, each at most once, of weight 0.
     """
     gates, assignment = (part[..., : rule.num_experts].flatten(0, 1) for part in (routing.gates, routing.assignment))
     if gate_norm == "fanout":
@@ -338,9 +338,9 @@ def chosen(rule: Any, routing: Any, gate_norm: str | None) -> tuple[Tensor, ...]
 
 @use_experts_implementation(has_gate=False)
 class StackedExperts(nn.Module):
-    """The weights of all routed experts, stacked, under the names that implementations of experts read."""
+    """The stacked weights of all routed experts, under the names that transformers' experts implementations read."""
 
-    config: ExpertThresholdConfig  # this and what follows is set by the decorator
+    config: ExpertThresholdConfig  # this and the next two are set by the decorator
     has_gate: bool
     _apply_gate: Callable[[Tensor], Tensor]
 
@@ -368,10 +368,10 @@ class StackedExperts(nn.Module):
 
 
 class Experts(StackedExperts):
-    """Gives an implementation the pairs of token and expert that have a weight, each as a token with one expert.
+    """Gives an implementation only the token–expert pairs with nonzero weight, each as a token with one expert.
 
-    So none pays for the experts that a token does not use. A traced graph has no place for a number of pairs that
-    depends on the data: there implementations get all K.
+    No time is then spent on experts that a token does not use. A traced graph cannot have a data-dependent number of
+    pairs, so there implementations get all K.
     """
 
     def __init__(self, config: ExpertThresholdConfig) -> None:
@@ -389,7 +389,7 @@ class Experts(StackedExperts):
 
 
 class MoE(nn.Module):
-    """y_t = shared(x_t) + Σ_i z[t,i] · g[t,i] · expert_i(x_t), the gates g from the rule."""
+    """y_t = shared(x_t) + Σ_i z[t,i] · g[t,i] · expert_i(x_t), with gates g from the rule."""
 
     def __init__(self, config: ExpertThresholdConfig) -> None:
         super().__init__()
@@ -400,7 +400,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         routed = self.router(x)
-        if hasattr(routed, "assignment"):  # from the package's router, by which `follow` replaced this one
+        if hasattr(routed, "assignment"):  # from the package's router, if `follow` has put it here
             routed = chosen(self.router.rule, routed, self.experts.config.gate_norm)
         _, weights, ids, *copied = routed
         y: Tensor = self.experts(x.flatten(0, 1), ids, weights).view_as(x)
@@ -410,7 +410,7 @@ class MoE(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)), the feed-forward dense or of experts."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), where the feed-forward is dense or a mixture."""
 
     def __init__(self, config: ExpertThresholdConfig, layer: int) -> None:
         super().__init__()
@@ -434,7 +434,7 @@ def _sources(rule: dict[str, Any]) -> dict[str, str]:
     if (here.parent / f"{RULE_FILE}.py").is_file() or __package__ != "expert_threshold.integrations":
         files = (path for path in here.parent.glob("*.py") if path.name != "__init__.py")
         return {path.name: path.read_text(encoding="utf-8") for path in files}
-    # Transformers refuses to load a file that contains an import statement of a missing package.
+    # transformers refuses to load a file with an import statement for a missing package.
     rule_source = importlib.import_module("expert_threshold.integrations.rule_source")
     made = None if rule["name"] == "dense" else make_rule(rule)
     return {"modeling_expert_threshold.py": here.read_text(encoding="utf-8"), **rule_source.rule_files(made)}
@@ -446,11 +446,11 @@ STARTS = {
     "backout_scalar": (0.2, 0.2),
     "smear_scalar": (0.0, 0.0),
 }
-"""The first and the last of a parameter's numbers before training."""
+"""The first and last values of each parameter before training; the values between are linear."""
 
 
 class ExpertThresholdPreTrainedModel(PreTrainedModel):
-    """The base of the models below."""
+    """The base class of the models below."""
 
     config_class = ExpertThresholdConfig
     base_model_prefix = "model"
@@ -481,11 +481,11 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
     ) -> dict[str, Any]:
         """Return the attention masks of long and short layers, and `seen` (batch, time), 0 for padding, or None.
 
-        Raises ValueError if layers have windows and the attention_mask has more than two dimensions.
+        Raises ValueError if layers have windows and the attention_mask does not have two dimensions.
         """
         windows = [config.window(layer) for layer in range(config.layers)]
         if attention_mask is not None and attention_mask.ndim != 2 and set(windows) != {None}:
-            raise ValueError("windows are made from an attention_mask (batch, time); give one of this shape")
+            raise ValueError("sliding windows need an attention_mask of shape (batch, time); give one of this shape")
         masks = {
             "long" if window is None else "short": create_causal_mask(
                 config=config,
@@ -503,7 +503,7 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize as the paper does (Appendix C): the ends of residual branches, and the head, start at zero."""
+        """Initialize as the paper does (Appendix C): the last layers of residual branches, and the head, are zero."""
         start = getattr(module, "start", None)
         for name, weight in module.named_parameters(recurse=False):
             if name in STARTS:
@@ -530,7 +530,7 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
     def _resize_token_embeddings(
         self, new_num_tokens: int | None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """Resize the tables of value embeddings too."""
+        """Resize the token embeddings and all tables of value embeddings."""
         embed: nn.Embedding = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         for module in self.modules():
             if isinstance(module, Attention) and module.value_embed is not None:
@@ -539,7 +539,7 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
 
 
 class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
-    """The model without its head."""
+    """The model without a head."""
 
     def __init__(self, config: ExpertThresholdConfig) -> None:
         super().__init__(config)
@@ -562,8 +562,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         self.post_init()
 
     def _refuse_flat_batches(self, **kwargs: Any) -> None:
-        """Raise ValueError where requests share one row and a cache that holds keys alone, if a token needs more of the
-        one before it: in vLLM and in transformers' continuous batching it would be another request's, silently.
+        """Raise ValueError if requests share a row and a cache of keys only, but tokens need more of the token before.
+        In vLLM and in transformers' continuous batching, that token could silently be another request's.
         """
         own = self.config._attn_implementation in (None, *ALL_MASK_ATTENTION_FUNCTIONS._global_mapping)
         flags = {"smear": "--no-model.smear", "key_offset": "--model.key-offset none"}
@@ -571,7 +571,7 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         needs |= {} if self.routes_by_token else {f"rule {self.config.rule['name']}": "another --rule"}
         if needs and (not own or kwargs.get("cache") is not None):
             raise ValueError(
-                f"{' and '.join(needs)} of this model read previous tokens, which engines with flat batches (vLLM, "
+                f"{' and '.join(needs)}: this model reads previous tokens, which engines with flat batches (vLLM, "
                 f"continuous batching) do not keep; use generate or et serve, or train with {' '.join(needs.values())}"
             )
 
@@ -587,10 +587,10 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Take the usual arguments of transformers; no token attends to one whose attention_mask is 0.
+        """Run the model with the usual arguments of transformers. No token attends to one whose attention_mask is 0.
 
         Hidden states are the inputs of the blocks, before residual and skip scalars, followed by the head's input.
-        Without a cache, sequences may share a row: one starts wherever position_ids do not continue.
+        Without a cache, sequences may share a row: a new one starts wherever position_ids do not increase by 1.
         """
         if kwargs.get("output_attentions", self.config.output_attentions) and (
             self.config._attn_implementation != "eager"
@@ -631,20 +631,20 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=norm(x), past_key_values=past_key_values)
 
     def _require_whole_sequences(self, mask: Any, position_ids: Tensor | None, cache: Cache | None) -> None:
-        """Raise ValueError if rows are not whole sequences: no cache holds earlier tokens' scores, and padding's and
-        those of another sequence would count.
+        """Raise ValueError unless every row is one whole sequence: no cache holds earlier tokens' scores, and scores of
+        padding or of another sequence would count.
         """
         padded = isinstance(mask, Tensor) and not mask.all()
         packed = position_ids is not None and bool((position_ids.diff() != 1).any())
         if cache is not None or padded or packed:
             raise ValueError(
-                "the routing rule looks at whole sequences; pass use_cache=False, no padding, and one a row"
+                "the routing rule looks at whole sequences; pass use_cache=False, no padding, and one sequence per row"
             )
 
     def smeared(self, x: Tensor, seen: Tensor | None, continues: Tensor | None, cache: Cache | None) -> Tensor:
-        """Return x_t + λ σ(gate(x_t)) x_{t−1} where the model has smear; padding adds nothing to what follows.
+        """Return x_t + λ σ(gate(x_t)) x_{t−1} if the model has smear, else x. Padding adds nothing to the next token.
 
-        x_{t−1} is a convolution of width 2, whose state the first layer's cache keeps as transformers' convolutions do.
+        The cache treats x_{t−1} as the state of a convolution of width 2, and keeps it in the first layer's entry.
         """
         if self.smear_gate is None:
             return x
@@ -670,7 +670,7 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
 
 
 class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin):
-    """The language model."""
+    """The model with its language-model head."""
 
     def __init__(self, config: ExpertThresholdConfig) -> None:
         super().__init__(config)
@@ -679,7 +679,7 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
         self.post_init()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as transformers does; without a cache if the rule looks at whole sequences."""
+        """Generate as transformers does, but without a cache if the rule looks at whole sequences."""
         kwargs |= {} if self.model.routes_by_token else {"use_cache": False}
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -697,7 +697,7 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """labels: (batch, time), usually the input itself, -100 where no loss is wanted; logits: float32."""
+        """Return float32 logits and, given labels, the loss. labels: (batch, time), often the input, -100 to ignore."""
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -706,7 +706,7 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
-            return_dict=True,  # even if the configuration says otherwise
+            return_dict=True,  # overrides the configuration
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept]).float()
@@ -723,14 +723,14 @@ class ExpertThresholdForSequenceClassification(GenericForSequenceClassification,
     """The model with a linear layer that scores each label from the last token."""
 
     def __init__(self, config: Any) -> None:
-        ExpertThresholdPreTrainedModel.__init__(self, config)  # the other base asks AutoModel, and so the network
+        ExpertThresholdPreTrainedModel.__init__(self, config)  # the other base uses AutoModel, which needs the network
         self.num_labels = config.num_labels
         self.model = ExpertThresholdModel(config)
         self.score = nn.Linear(config.d_model, config.num_labels, bias=False)
         self.post_init()
 
 
-if __package__ == "expert_threshold.integrations":  # a registered copy would stand in for those of other folders
+if __package__ == "expert_threshold.integrations":  # registering a copy would replace other folders' models
     AutoConfig.register("expert_threshold", ExpertThresholdConfig, exist_ok=True)
     AutoModel.register(ExpertThresholdConfig, ExpertThresholdModel, exist_ok=True)
     AutoModelForCausalLM.register(ExpertThresholdConfig, ExpertThresholdForCausalLM, exist_ok=True)
@@ -742,7 +742,7 @@ if __package__ == "expert_threshold.integrations":  # a registered copy would st
 
 
 def __getattr__(name: str) -> Any:
-    """Find `swap_rule`, which needs the package; exports contain this file without it."""
+    """Import `swap_rule` on demand, since it needs the package, and exported copies of this file do not."""
     if name != "swap_rule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("expert_threshold.integrations.swap").swap_rule

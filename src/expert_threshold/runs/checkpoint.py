@@ -268,7 +268,7 @@ def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
             places = json.loads((file.metadata() or {}).get(_PLACES, "{}"))
             for name in file.keys():  # noqa: SIM118  no mapping
                 if name in tensors or (name in parts and name not in places):
-                    raise ValueError(f"{path}: {name} is also in the file of another rank")
+                    raise ValueError(f"{path}: {name} is also in another rank's file")
                 if name in places:
                     start, *shape = places[name]
                     parts[name].append(Part(file.get_tensor(name), start, tuple(shape)))

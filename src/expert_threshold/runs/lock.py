@@ -1,4 +1,4 @@
-"""One process at a time in a folder: a lock file that the operating system frees when its holder dies."""
+"""Locks a folder for one process, with a lock file that the operating system releases if the process dies."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
 
 
 def require_split(model: GPTConfig, config: TrainConfig, ranks: int) -> None:
-    """Raise ValueError if `expert_parallel` divides neither the ranks nor the experts evenly."""
+    """Raise ValueError unless `expert_parallel` divides both the number of ranks and the number of experts."""
     mesh_sizes(ranks, config.expert_parallel)
     if model.rule is not None:
         require_even_split(model.rule.num_experts, config.expert_parallel)

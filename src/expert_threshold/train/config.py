@@ -27,7 +27,7 @@ class TrainConfig:
     )
     activation_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     compile: CompileName = option(
-        "auto", "Use torch.compile. auto does if it works and one process computes 2·10¹⁴ FLOPs or more (GPU: 10¹⁶)."
+        "auto", "Use torch.compile. auto does so, if it works, from 2·10¹⁴ FLOPs (GPU: 10¹⁶) in one process."
     )
     log_every: Count = option(10, "Steps per line of training metrics. Each line holds means over its steps.")
     eval_every: Count | None = option(

@@ -280,7 +280,7 @@ def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: 
             f"vocab_size={vocab_size}, but the tokens in {corpus.name} have a vocabulary of {beside.vocab_size}; "
             f"give --vocab-size {beside.vocab_size}"
         )
-    display.say(f"training a tokenizer of {vocab_size} tokens")
+    display.say(f"training a tokenizer with {vocab_size} tokens")
 
     def train() -> list[str]:
         text = corpus.beginning(TOKENIZER_CHARACTERS, display.task("reading text for the tokenizer"))
