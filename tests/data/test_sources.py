@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from expert_threshold.data import Corpus, DataConfig, embedded, files, open_source
+from expert_threshold.data import Corpus, embedded, files, open_source
 
 PARAGRAPHS = [f"Paragraph {number}.\nIt ends here: größer.\n\n" for number in range(1500)]
 TEXTS = [f"Document {number}: größer, weiter.\n" for number in range(200)]
@@ -415,15 +415,3 @@ def test_an_error_of_the_system_stays_one(source: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("pathlib.Path.open", refuse)
     with pytest.raises(PermissionError):
         open_source(str(source))
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"source": ""}, "source='' must be text"),
-        ({"text_field": ""}, "text_field='' must be text"),
-    ],
-)
-def test_nonsense_options_are_refused(options: dict[str, str | float], problem: str) -> None:
-    with pytest.raises(ValueError, match=f"^{problem}"):
-        DataConfig(**options)

@@ -32,7 +32,7 @@ def test_a_pushed_export_is_imported_and_trained_on_by_its_name(
         start = ("--init-from", "hub:someone/first", "--data", write_text(tmp_path / "text.jsonl"), "--steps", 1)
         for name in ("a", "b"):
             assert et("train", *start, "--batch-size", 2, "--out", tmp_path / name) == 0
-        assert not any("modeling" in name for name in server.ranges)  # no code is downloaded
+        assert not any("modeling" in name for name in server.sent)  # no code is downloaded
         server.files.clear()
         assert et("import", "hub:someone/other", "--out", tmp_path / "other") == 2
         assert "someone/other cannot be downloaded from the Hugging Face hub" in capsys.readouterr().err
