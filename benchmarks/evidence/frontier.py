@@ -2,10 +2,10 @@
 
     python benchmarks/evidence/frontier.py --data FOLDER/tokens --out FOLDER [--seeds 0 1] [--only NAME …]
 
-Runs are those of `et train quickstart` with --tokens, one for each setting of each family below, and are judged by
-their loss and by the busiest expert's load over the mean in the worst layer: in training after the first quarter, and
-in causal validation. The same command skips runs that are recorded, one JSON line each in FOLDER/records.jsonl, and
-resumes an interrupted one.
+Each setting of each family below is one run of `et train quickstart` with --tokens. Runs are judged by loss and by the
+busiest expert's load over the mean in the worst layer, both in training after the first quarter and in causal
+validation. FOLDER/records.jsonl holds one JSON line per finished run. If the command is repeated, it skips these runs
+and resumes an interrupted one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHARED = "--threads 1 --eval-tokens 400000 --sample-every none --checkpoint-ever
 
 
 def choices(rule: str, option: str, *values: object) -> dict[str, str]:
-    """Return the options of each setting of a family: its rule's, with one value each of the option."""
+    """Return the options of each setting of a family: the rule, and one of the option's values."""
     return {str(value): f"--rule {rule} --rule.{option} {value}" for value in values}
 
 
@@ -57,14 +57,14 @@ FAMILIES = {
     "expert threshold, sigmoid": choices("expert_threshold", "capacity-slack", 0.1, 0.5, "none"),
     "expert choice": choices(f"expert_choice {SOFTMAX}", "pool", "sequence", 1024, "batch"),
 }
-"""The settings of each family by name, in the order of its line."""
+"""The settings of each family by name, in the order in which the family's line connects them."""
 
 Record = dict[str, Any]
 key = itemgetter("family", "setting", "tokens", "seed")
 
 
 def train(out: Path, data: Path, given: list[str]) -> Record:
-    """Train a run, or what is left of it, and return its record. Ends the process if that fails or is interrupted."""
+    """Train or resume a run, and return its record. Exits if the run fails or is interrupted."""
     start, busy, resumed = time.time(), time.process_time(), (out / "config.json").exists()
     steps = resolve_run(parse_run("et train", "", [], given)).train.steps
     given = [*given, "--eval-every", str(steps)]
@@ -79,13 +79,13 @@ def train(out: Path, data: Path, given: list[str]) -> Record:
         "load_validation": worst_load([last]),
         "seconds": time.time() - start,
         "processor_seconds": time.process_time() - busy,
-        "resumed": resumed,  # seconds are then those of the last part
+        "resumed": resumed,  # if so, seconds cover only the last part
         **provenance(folder, given),
     }
 
 
 class Cell(NamedTuple):
-    """One setting over its seeds. error: the standard error of its loss; None without a second seed anywhere."""
+    """One setting over its seeds. error: the standard error of its loss, or None if no setting has a second seed."""
 
     family: str
     setting: str
@@ -97,9 +97,9 @@ class Cell(NamedTuple):
 
 
 def cells(records: list[Record]) -> list[Cell]:
-    """Return every setting's estimates, in the order of the families. Raises ValueError for runs of several lengths."""
+    """Return each setting's estimates, in the order of the families. Raises ValueError if tokens or text differ."""
     if len({(record["tokens"], record["corpus"]) for record in records}) > 1:
-        raise ValueError("the runs differ in their tokens or their text; show one kind at a time")
+        raise ValueError("the runs differ in number of tokens or in text; show one kind at a time")
     of = {(family, setting): [] for family, settings in FAMILIES.items() for setting in settings}
     for record in records:
         of[record["family"], record["setting"]].append(record)
@@ -124,7 +124,7 @@ def cells(records: list[Record]) -> list[Cell]:
 
 
 def table(found: list[Cell]) -> str:
-    """Return a Markdown table. In bold: no other setting has both a lower loss and a lower load."""
+    """Return a Markdown table. A load is bold if no other setting has both a lower loss and a lower load."""
     lines = ["| family | setting | seeds | loss | busiest load, training | validation |", "| --- " * 6 + "|"]
     for cell in found:
         words = [f"{cell.loss:.4f}" + ("" if cell.error is None else f" ± {cell.error:.4f}")]
@@ -137,7 +137,7 @@ def table(found: list[Cell]) -> str:
 
 
 def draw(found: list[Cell], path: Path) -> None:
-    """Draw loss against load, in training and in validation, with a line for each family and dense as a level."""
+    """Draw loss against load, in training and in validation, with a line per family and a horizontal line for dense."""
     from matplotlib.figure import Figure
 
     with style():
@@ -167,7 +167,7 @@ def draw(found: list[Cell], path: Path) -> None:
 
 
 def show(path: Path) -> None:
-    """Print the table of a file of records, and draw it."""
+    """Print the table for a file of records, and draw its figure."""
     found = cells([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
     print(table(found))
     draw(found, path.with_suffix(".png"))

@@ -1,15 +1,15 @@
-"""Measures what a comparison resolves: how much paired differences of two methods scatter over seeds, and what helps.
+"""Measures what a comparison can resolve: how much paired differences of two methods vary over seeds, and what helps.
 
     python benchmarks/evidence/power.py --data FOLDER/tokens --out FOLDER [--megatokens 1 2 4 8] [--variant NAME] …
 
-Runs are those of `et train quickstart`: softmax expert threshold and softmax token choice with a loss of α = 0.01.
-Their routers have as many scores, so under one seed both start with the same weights, whose hash is recorded, and see
-the same tokens in the same order. Each is validated at its end, at five checkpoints of its last tenth, and with the
-mean of their weights. The same command skips runs that are recorded, one JSON line each in
-FOLDER/records.jsonl, and resumes an interrupted one; --seeds 0 prints the table alone. Loads are the busiest expert's
-over the mean in the worst layer: in training after the first quarter, and in causal validation. In the table, scatter
-is the standard deviation of a seed's difference, expert threshold minus token choice, ± its standard error, and seeds
-are those needed for a 95 % interval of ± 0.01.
+The runs are `et train quickstart` with softmax expert threshold, and with softmax token choice and a loss of α = 0.01.
+Both routers have the same number of scores, so with one seed both runs start with the same weights, whose hash is
+recorded, and see the same tokens in the same order. A run is validated at its end, at five checkpoints in its last
+tenth, and with the mean of their weights. FOLDER/records.jsonl holds one JSON line per finished run. If the command is
+repeated, it skips these runs and resumes an interrupted one; --seeds 0 only prints the table. Loads are the busiest
+expert's over the mean in the worst layer, in training after the first quarter and in causal validation. In the table,
+scatter is the standard deviation over seeds of the difference, expert threshold minus token choice, ± its standard
+error; seeds is the number of seeds needed for a 95 % interval of ± 0.01.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ VARIANTS = {
     "usual": "",
     "to_zero": "--optim.min-lr-ratio 0",
     "half_batches": "--batch-size 4",
-}  # ways to spend the tokens
+}  # ways to use the tokens
 SHARED = "--threads 1 --eval-tokens 400000 --sample-every none --train.keep-checkpoints 5"
 LOSSES = {
     "the end": lambda record: record["loss"],
@@ -64,7 +64,7 @@ key = itemgetter("variant", "method", "tokens", "seed")
 
 
 def train(out: Path, data: Path, given: list[str]) -> Record:
-    """Train a run, or what is left of it, and return its record. Ends the process if that fails or is interrupted."""
+    """Train or resume a run, and return its record. Exits if the run fails or is interrupted."""
     config, start, busy = resolve_run(parse_run("et train", "", [], given)), time.time(), time.process_time()
     steps, resumed = config.train.steps, (out / "config.json").exists()
     given = [*given, "--eval-every", str(steps), "--checkpoint-every", str(max(1, steps // 40))]
@@ -82,14 +82,14 @@ def train(out: Path, data: Path, given: list[str]) -> Record:
         "load_validation": worst_load([last]),
         "seconds": time.time() - start,
         "processor_seconds": time.process_time() - busy,
-        "resumed": resumed,  # seconds are then those of the last part
+        "resumed": resumed,  # if so, seconds cover only the last part
         "initial_weights": sha256(weights).hexdigest()[:16],
         **provenance(folder, given),
     }
 
 
 def provenance(folder: RunFolder, given: list[str]) -> Record:
-    """Return what made a run: its text, options, versions, machine, commit and date."""
+    """Return the provenance of a run: its text, options, versions, machine, commit and date."""
     git = ["git", "-C", str(Path(expert_threshold.__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     return {
         "corpus": folder.section("corpus")["hash"],
@@ -102,12 +102,12 @@ def provenance(folder: RunFolder, given: list[str]) -> Record:
 
 
 def settled(lines: list[Record], steps: int) -> list[Record]:
-    """Return the lines of training after the first quarter of the steps."""
+    """Return the training lines after the first quarter of the steps."""
     return [line for line in lines if line["split"] == "train" and line["step"] - line["steps"] >= steps / 4]
 
 
 def late_losses(folder: RunFolder) -> Record:
-    """Return the losses at the checkpoints kept, by step, and with the mean of their weights and cutoffs."""
+    """Return the losses of the last checkpoints, by step, and of a model with their mean weights and cutoffs."""
     tokenizer, data, train = folder.tokenizer(), folder.section("data")["source"], folder.section("train")
     most, text = train["eval_tokens"], pack(open_source(data), tokenizer, "validation")
     losses, means, saved = {}, {}, folder.checkpoints()
@@ -121,7 +121,7 @@ def late_losses(folder: RunFolder) -> Record:
 
 
 def worst_load(lines: list[Record]) -> float | None:
-    """Return the mean over lines of the worst layer's load; None without experts."""
+    """Return the worst layer's load, averaged over lines, or None if the model has no experts."""
     loads = [max(layer["load_spread"] for layer in line["layers"].values()) for line in lines if line["layers"]]
     return fmean(loads) if loads else None
 
@@ -133,7 +133,7 @@ def table(records: list[Record]) -> str:
         second = known.get((variant, SECOND, tokens, seed))
         if method == FIRST and second is not None:
             if any(first[name] != second[name] for name in ("initial_weights", "corpus", "commit")):
-                raise ValueError(f"{variant}, {tokens} tokens, seed {seed}: weights, text or commit differ in the pair")
+                raise ValueError(f"{variant}, {tokens} tokens, seed {seed}: the pair's weights, text or commit differ")
             cells[tokens, variant].append((first, second))
     lines = ["| tokens | variant | loss at | pairs | mean difference | scatter | seeds | scatter of one method |"]
     lines.append("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |")

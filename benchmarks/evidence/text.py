@@ -1,12 +1,12 @@
-"""Builds one large text that is the same for everybody: the C sources of Debian's package linux-source-6.1.
+"""Builds a large text that is the same for everyone: the C sources in Debian's package linux-source-6.1.
 
     python benchmarks/evidence/text.py --out FOLDER [--source /usr/src/linux-source-6.1.tar.xz]
 
-A document is a .c or .h file without the comment at its head, since licences repeat. Documentation is left for other
-judgements. Left out are files whose head calls them generated, those not of 400 to 100,000 characters in UTF-8, and
-copies. By the hash of their path, the first three megabytes are for tests, the next three for validation, and 120 for
-training. `et train --data` takes FOLDER/text, and FOLDER/tokens, the same tokenized. No choice may depend on
-FOLDER/test. In MANIFEST.json, `texts` are hashes of paths and documents; those of files depend on pyarrow, too.
+A document is a .c or .h file without its header comment, since licences repeat. Documentation is kept for other
+evaluations. Omitted are copies, files whose header calls them generated, and files that are not UTF-8 or not of 400 to
+100,000 characters. Ordered by the hash of their path, the first 3 MB are the test text, the next 3 MB validation, and
+120 MB training. `et train --data` accepts FOLDER/text or, already tokenized, FOLDER/tokens. No choice may depend on
+FOLDER/test. In MANIFEST.json, `texts` are hashes of paths and documents; hashes of files also depend on pyarrow.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ HEAD = re.compile(r"\A(?:\s+|//(?:[^\n\\]|\\.)*|/\*.*?\*/)*", re.DOTALL)
 GENERATED = re.compile(r"do not (?:edit|modify)|(?:auto|automatically|machine)[ -]*generated|generated file", re.I)
 LEAST, MOST = 400, 100_000  # characters of a document
 SIZES = {"test": 3_000_000, "validation": 3_000_000, "train": 120_000_000}  # bytes
-SHARDS, ROWS = 4, 64  # of the training text; documents in a row group, the unit in which training reads
+SHARDS, ROWS = 4, 64  # shards of the training text; documents in a row group, the unit that training reads
 
 Document = tuple[str, str]  # path in the package, text
 
 
 def documents(source: Path) -> Iterator[Document]:
-    """Yield the documents of the package's archive, copies among them, in its order."""
+    """Yield the documents in the package's archive, including copies, in archive order."""
     with tarfile.open(source, "r|*") as archive:
         for member in archive:
             path = member.name.partition("/")[2]  # below the folder named after the package
@@ -50,8 +50,8 @@ def documents(source: Path) -> Iterator[Document]:
 
 
 def split(found: Iterator[Document], sizes: dict[str, int]) -> dict[str, list[Document]]:
-    """Return each part's documents in the order of their paths' hashes. Raises ValueError if the text is too short."""
-    first: dict[str, Document] = {}  # by text, without copies
+    """Return each part's documents, ordered by the hash of their path. Raises ValueError if the text is too short."""
+    first: dict[str, Document] = {}  # by text, which drops copies
     for path, text in sorted(found, key=lambda document: digest(document[0])):
         first.setdefault(text, (path, text))
     left, parts = iter(first.values()), {}
@@ -70,7 +70,7 @@ def digest(text: str) -> str:
 
 
 def build(source: Path, out: Path, sizes: dict[str, int], vocab_size: int) -> None:
-    """Write all files. Raises ValueError if the folder exists or the text is too short."""
+    """Write all files. Raises ValueError if `out` exists or the text is too short."""
     if out.exists():
         raise ValueError(f"--out {out}: already exists; name another folder")
     parts = split(documents(source), sizes)

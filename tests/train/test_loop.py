@@ -332,9 +332,9 @@ def test_scores_beside_the_experts_come_along_where_both_have_as_many(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (tiny(layers=3), "layers=3,, but --init-from .*first has 2"),
-        (tiny(smear=True), "smear=True,, but --init-from .*first has False"),
-        (tiny(windows="SL"), "windows='SL',, but --init-from .*first has None"),
+        (tiny(layers=3), "layers=3, but --init-from .*first has 2"),
+        (tiny(smear=True), "smear=True, but --init-from .*first has False"),
+        (tiny(windows="SL"), "windows='SL', but --init-from .*first has None"),
         (tiny(vocab_size=290), "vocab_size=290, but .* has 300"),
         (tiny(ExpertThreshold(8, 1)), "num_experts=8, but .* has 4"),
         (tiny(None), "num_experts=None, but .* has 4"),

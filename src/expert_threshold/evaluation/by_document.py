@@ -1,4 +1,4 @@
-"""A model of variable fanout beside static top k′, at equal mean fanout, by the losses of documents."""
+"""Compares a model of variable fanout with static top k′ at the same mean fanout, by document losses."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy.typing as npt
 
 RESAMPLES = 2000
 FEW = 10
-"""With fewer documents a bootstrap's interval is too narrow to decide."""
+"""With fewer documents, a bootstrap interval is too narrow to decide."""
 Sums = npt.NDArray[np.float64]
-"""(documents, 2): nats and routed experts, the mean over layers, summed over each document's targets."""
+"""(documents, 2): nats and routed experts (mean over layers), summed over each document's targets."""
 
 
 class Comparison(NamedTuple):
-    """A model at its mean fanout beside static top k′, interpolated linearly between the two k′ around that fanout.
+    """A model's loss compared with static top k′, interpolated linearly between the two k′ around its mean fanout.
 
-    difference: its loss minus the static one, in nats per token, with the 95 % interval of a bootstrap over documents.
-    lower: whose loss is lower; open where the interval contains 0 or documents are few. All four are None beyond the
-    largest k′.
+    difference: the model's loss minus the static loss, in nats per token, with a 95 % interval from a bootstrap over
+    documents. lower: the model with the lower loss, or open if the interval contains 0 or documents are few. If the
+    fanout exceeds the largest k′, static_loss and the fields after it are None.
     """
 
     fanout: float
@@ -32,9 +32,9 @@ class Comparison(NamedTuple):
 
 
 def compare(static: Sequence[Sums], found: Sums, targets: Sequence[int], seed: int = 0) -> Comparison:
-    """Return the comparison. static: for k′ = 0, 1, …; targets: of each document."""
+    """Return the comparison. static: the sums for k′ = 0, 1, …; targets: number of targets in each document."""
     draws = np.random.default_rng(seed).multinomial(len(targets), [1 / len(targets)] * len(targets), RESAMPLES)
-    weights = np.vstack([np.ones(len(targets)), draws])  # the sample itself, then resamples, alike for all models
+    weights = np.vstack([np.ones(len(targets)), draws])  # the sample, then its resamples, shared by all models
     weights /= (weights @ np.array(targets))[:, None]
     loss, fanout = (weights @ found).T
     if fanout[0] > len(static) - 1:

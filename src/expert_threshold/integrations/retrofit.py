@@ -1,6 +1,6 @@
-"""Turns a top-k checkpoint, a run of ours or a mixture of transformers, into one of variable fanout.
+"""Turns a top-k checkpoint, either our run or a transformers mixture, into a model of variable fanout.
 
-Cutoffs come from the scores of a text; then the checkpoint may teach its retrofitted copy.
+Cutoffs come from the scores of a text. Then the checkpoint may be distilled into its retrofitted copy.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ..runs.folder import derive
 from .audit import load_any
 
 Cutoffs = Literal["loads", "scores", "norms"]
-"""loads: each expert's k-th largest score. scores: one cutoff for all experts, on score + bias. norms: one for all, on
-gate × mean norm of the expert's output."""
-LOGITS_AT_ONCE, LONGEST = 2**25, 1024  # numbers; tokens at once of a mixture of transformers
+"""loads: each expert's k-th largest score. scores: one cutoff for all experts, on score + bias. norms: one cutoff for
+all experts, on gate × mean norm of the expert's output."""
+LOGITS_AT_ONCE, LONGEST = 2**25, 1024  # logits per batch; tokens per window of a transformers mixture
 MEMORY, SAVE_EVERY = 0.95, 100  # while distilling: decay of the cutoffs' mean, steps between checkpoints
 
 
 class Checkpoint:
-    """A run that routes by top k, with its model in evaluation mode. Raises ValueError for any other."""
+    """A run that routes by top k, with its model in evaluation mode. Raises ValueError for any other run."""
 
     def __init__(self, path: str, step: int | None, device: torch.device, dtype: torch.dtype) -> None:
         self.folder = RunFolder.open(path)
@@ -53,24 +53,24 @@ class Checkpoint:
         self.tokenizer: Any = self.folder.tokenizer()
 
     def with_rule(self, rule: Rule) -> Any:
-        """Return a copy of the model that routes by the rule, with a new state."""
+        """Return a copy of the model that routes by `rule`, with a new state."""
         other = GPT(replace(self.model.config, rule=rule), self.model.compute_dtype).to(self.model.embed.weight.device)
         weights = {name: w for name, w in self.model.state_dict().items() if ".router.state_" not in name}
         other.load_state_dict(weights, strict=False)
         return other.eval()
 
     def nats(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss of the targets."""
+        """Return the sum of the targets' losses."""
         nats: Tensor = model(tokens, targets).token_losses.sum()
         return nats
 
     def save(self, model: Any, to: Path) -> None:
-        """Write the model into a new folder of the same kind, atomically."""
+        """Write the model atomically to a new folder of the same kind."""
         derive(self.folder, to, self.step, model.state_dict(), model=model.config.to_dict())
 
 
 class OfTransformers(Checkpoint):
-    """The same of a folder of transformers with a mixture that `swap_rule` knows."""
+    """A checkpoint of a transformers mixture that `swap_rule` supports."""
 
     def __init__(self, path: str, step: int | None, device: torch.device) -> None:
         loaded, tokenizer = load_any(path, step, device, "auto")
@@ -95,20 +95,20 @@ class OfTransformers(Checkpoint):
 
 
 class Words:
-    """Adapts a transformers tokenizer to `pack`. Documents start with its bos token, else its eos token."""
+    """Adapts a transformers tokenizer to `pack`. Documents start with its bos token or, if it has none, eos."""
 
     def __init__(self, own: Any) -> None:
         self.own, self.vocab_size, self.hash = own, len(own), ""
         self.bos = own.eos_token_id if own.bos_token_id is None else own.bos_token_id
         if self.bos is None:
-            raise ValueError("the tokenizer has neither bos_token nor eos_token, one of which opens documents; set one")
+            raise ValueError("the tokenizer has neither bos_token nor eos_token to start documents with; set one")
 
     def encode_array(self, text: str) -> npt.NDArray[np.uint32]:
         return np.array(self.own(text, add_special_tokens=False, verbose=False)["input_ids"], np.uint32)
 
 
 def open_checkpoint(path: str, step: int | None, device: torch.device, dtype: torch.dtype) -> Checkpoint:
-    """Return the checkpoint in a folder of either kind. Raises ValueError unless it routes by top k."""
+    """Open a checkpoint of either kind. Raises ValueError unless it routes by top k."""
     file = Path(path) / "config.json"
     if file.is_file() and "model_type" in read_json(file):
         return OfTransformers(path, step, device)
@@ -123,7 +123,7 @@ def _require_top_k(path: str, rule: Rule | None) -> TokenChoice:
 
 
 def threshold_rule(rule: TokenChoice, experts_per_token: float) -> ExpertThreshold:
-    """Return expert threshold with the gates of a top-k rule."""
+    """Return an expert-threshold rule with the gates of a top-k rule."""
     gates = {"gate": rule.gate, "gate_scale": rule.gate_scale, "null_scores": rule.null_scores}
     return ExpertThreshold(rule.num_experts, experts_per_token, warmup_steps=0, **gates)  # type: ignore[arg-type]
 
@@ -134,7 +134,7 @@ def routers(model: nn.Module) -> dict[str, Router]:
 
 @contextmanager
 def at_top(model: nn.Module, rule: TokenChoice, k: int) -> Iterator[None]:
-    """Route a top-k model by another k."""
+    """Make a top-k model use another k within the context."""
     other = copy.copy(rule)
     object.__setattr__(other, "experts_per_token", k)  # the constructor refuses normalised gates of one expert
     try:
@@ -164,7 +164,7 @@ def recorded(model: nn.Module) -> Iterator[list[tuple[Tensor, Routing]]]:
 
 @torch.no_grad()
 def document_sums(source: Checkpoint, model: Any, ids: npt.NDArray[Any]) -> tuple[float, float]:
-    """Return a document's nats and routed experts, as in `evaluation.by_document.Sums`, in windows of the context."""
+    """Return a document's nats and routed experts, as in `evaluation.by_document.Sums`, by windows of the context."""
     device, sums = next(model.parameters()).device, torch.zeros(2, dtype=torch.float64)
     rows = list(windows(Tokens(ids, np.array([0, len(ids)]), 0), source.context))
     at_once = max(LOGITS_AT_ONCE // (source.context * source.vocab_size), 1)
@@ -179,7 +179,7 @@ def document_sums(source: Checkpoint, model: Any, ids: npt.NDArray[Any]) -> tupl
 
 
 class Sample(NamedTuple):
-    """A model on a text. By layer: scores (tokens, experts), and each expert's mean norm of outputs (experts,)."""
+    """Measurements of a model on a text, per layer: scores (tokens, experts), and mean output norms (experts,)."""
 
     scores: list[Tensor]
     norms: list[Tensor]
@@ -187,7 +187,7 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def sample(model: nn.Module, batches: Iterable[Batch], progress: Callable[[int], None]) -> Sample:
-    """Run the batches through the model, as it routes in inference; an expert's tokens are those that go to it."""
+    """Run the batches through the model. Norms are means over the tokens that inference sends to each expert."""
     layers = [(model.get_submodule(name.rpartition(".")[0]), router) for name, router in routers(model).items()]
     experts, device = layers[0][1].rule.num_experts, layers[0][1].weight.device
     scores: list[list[Tensor]] = [[] for _ in layers]
@@ -208,7 +208,7 @@ def sample(model: nn.Module, batches: Iterable[Batch], progress: Callable[[int],
 
 
 def _output(mixture: Any, x: Tensor, expert: int) -> Tensor:
-    """Return the outputs of one expert for x (tokens, d_model), without gates."""
+    """Return one expert's outputs for x (tokens, d_model), without gates."""
     ids = torch.full((len(x), 1), expert, device=x.device)
     if not isinstance(mixture, MoE):
         y: Tensor = mixture.experts(x, ids, torch.ones_like(ids, dtype=x.dtype))
@@ -218,7 +218,7 @@ def _output(mixture: Any, x: Tensor, expert: int) -> Tensor:
 
 
 class Calibrator(NamedTuple):
-    """Sets cutoffs. shift: by layer, what is added to the experts' values before they are compared."""
+    """Sets cutoffs. shift: for each layer, the numbers added to the experts' values before comparing them."""
 
     cutoffs: Cutoffs
     num_experts: int
@@ -233,7 +233,7 @@ class Calibrator(NamedTuple):
         shift = [router.state.bias.cpu() for router in routers(source.model).values()]
         sigmoid = source.rule.over == "gates" and source.rule.gate.startswith("sigmoid")
         if source.rule.over == "gates" and not sigmoid and any(bias.any() for bias in shift):
-            raise ValueError("biases on softmax gates compare no scores; use --cutoffs loads or norms")
+            raise ValueError("with biases on softmax gates, scores are not comparable; use --cutoffs loads or norms")
         return cls(cutoffs, source.rule.num_experts, sigmoid, shift)
 
     def sketch(self, layer: int, scores: Tensor) -> Tensor:
@@ -247,11 +247,11 @@ class Calibrator(NamedTuple):
         found = _at_levels((values + self.shift[layer]).flatten()[:, None]) - self.shift[layer]
         if self.sigmoid:
             found = (found.exp() if logarithms else found).clamp(1e-6, 1 - 1e-6).logit()
-        return found.minimum(scores.amax(0) + 1)  # where no gate is large enough
+        return found.minimum(scores.amax(0) + 1)  # if no gate is large enough
 
     @torch.no_grad()
     def set(self, model: nn.Module, scores: Iterable[Tensor], memory: float = 0.0) -> None:
-        """Set the cutoffs and sketches of all routers, or move them towards these by 1 − memory."""
+        """Update the cutoffs and sketches of all routers as a running mean with decay `memory`; 0 replaces them."""
         for layer, (router, of_layer) in enumerate(zip(routers(model).values(), scores, strict=True)):
             old, one = router.state, torch.ones_like(router.state.weight)
             sketch = self.sketch(layer, of_layer.cpu()).to(old.sketch)
@@ -262,7 +262,7 @@ class Calibrator(NamedTuple):
 
 
 def _at_levels(values: Tensor) -> Tensor:
-    """Return the values (levels, columns) that each level's share of the rows exceeds."""
+    """Return, for each level and column, the value that a level's fraction of the rows exceeds."""
     place = torch.linspace(LAST, -LAST, LEVELS).sigmoid() * (len(values) + 1) - 1
     return values.sort(0).values[place.clamp(0, len(values) - 1).round().long()]
 
@@ -280,10 +280,10 @@ def distill(
     progress: Callable[[int, int], None],
     stop: Callable[[], bool],
 ) -> None:
-    """Train the student to predict as the teacher does, by KL divergence, routed as in inference all along.
+    """Train the student to match the teacher's predictions, by KL divergence, always routing as in inference.
 
-    lr: of AdamW, falling linearly to 0; cutoffs follow the scores. Continues from the checkpoint in `folder`, and saves
-    there. Raises KeyboardInterrupt, after saving, once `stop` says so.
+    lr: AdamW's initial learning rate, which falls linearly to 0. Cutoffs follow the scores. Continues from the last
+    checkpoint in `folder`, and saves there. Raises KeyboardInterrupt, after saving, once `stop` returns True.
     """
     student.requires_grad_(not routers_only)
     for router in routers(student).values():
