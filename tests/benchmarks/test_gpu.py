@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -300,19 +301,17 @@ class _Process:
         self.exitcode: int | None = None
 
     def start(self) -> None:
+        _Process.begun += 1
         record = Record(self.setting.out, self.stage)
         for case in ("one", "two", "three"):
-            if record.is_done(case):
-                continue
-            record.start(case)
-            if case == "two":
-                self.exitcode = -11
-                _Process.begun += 1
-                return
-            record.put(case, "measured", {})
+            if not record.is_done(case):
+                record.start(case)
+                if case == "two":
+                    self.exitcode = -11
+                    return
+                record.put(case, "measured", {})
         record.end()
         self.exitcode = 0
-        _Process.begun += 1
 
     def join(self, timeout: float) -> None: ...
 
@@ -324,12 +323,14 @@ class _Process:
         return False
 
 
-def test_a_case_that_kills_its_process_is_recorded_and_the_others_run(tmp_path: Path) -> None:
-    class Context:
-        Process = _Process
+def conducted(folder: Path, process: type[_Process]) -> Record:
+    context: Any = SimpleNamespace(Process=process)
+    conduct(["step"], setting_in(folder), time.monotonic() + 60, context)
+    return Record(folder, "step")
 
-    conduct(["step"], setting_in(tmp_path), time.monotonic() + 60, Context())  # type: ignore[arg-type]
-    record = Record(tmp_path, "step")
+
+def test_a_case_that_kills_its_process_is_recorded_and_the_others_run(tmp_path: Path) -> None:
+    record = conducted(tmp_path, _Process)
     assert {name: row["status"] for name, row in record.cases.items()} == {
         "one": "measured", "two": "failed", "three": "measured",
     }  # fmt: skip
@@ -348,11 +349,7 @@ def test_a_case_that_outlasts_its_stage_is_recorded_as_timed_out(tmp_path: Path)
         def is_alive(self) -> bool:
             return not self.ended
 
-    class Context:
-        Process = Hanging
-
-    conduct(["step"], setting_in(tmp_path), time.monotonic() + 60, Context())  # type: ignore[arg-type]
-    record = Record(tmp_path, "step")
+    record = conducted(tmp_path, Hanging)
     assert record.cases["two"] == {"status": "timed out", "reason": "the stage's time was up"}
     assert record.is_done("two")
     del record.cases["one"]  # an empty row, of which there is nothing to say
