@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,6 +25,12 @@ def time_in_turn(
             if repeat >= warmup:
                 times[name].append(seconds)
     return times
+
+
+def median_times(
+    calls: dict[str, Callable[[], object]], repeats: int, warmup: int = 2, on: torch.device = CPU
+) -> dict[str, float]:
+    return {name: statistics.median(times) for name, times in time_in_turn(calls, repeats, warmup, on).items()}
 
 
 def seconds_of(call: Callable[[], object], on: torch.device) -> float:

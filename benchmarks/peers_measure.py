@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import statistics
 from functools import partial
 from typing import Any
 
 import torch
-from bare import time_in_turn
+from bare import median_times, seconds_of
 from peers_contestants import INPUTS, UNTRIED, Case, Entry, UnavailableError, contestants, version
 
 TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 5e-3}  # of a row's norm; that of TF32 passes
@@ -97,7 +96,7 @@ def measure(
         if off > TOLERANCE[case.dtype]:
             row |= {"status": "wrong", "reason": f"a row is off by {off:.2g} of the norm"}
             continue
-        once = time_in_turn({"": partial(forward_backward, entry, case)}, 1, 0, case.device)[""][0]
+        once = seconds_of(partial(forward_backward, entry, case), case.device)
         dense = min(dense, once) if name.startswith("dense") else dense
         if once / dense > patience:
             row |= {"status": "not run", "reason": f"too slow to time: {once / dense:.0f} times dense, once"}
@@ -134,7 +133,7 @@ def time_all(
     calls: dict[str, Any] = {"product": lambda: square @ square, "copy": lambda: target.copy_(source)}
     for name, entry in entries.items():
         calls |= {f"forward_{name}": entry.forward, name: partial(forward_backward, entry, case)}
-    seconds = {name: statistics.median(s) for name, s in time_in_turn(calls, repeats, warmup=1, on=on).items()}
+    seconds = median_times(calls, repeats, 1, on)
     product, copy = 2 * side**3 / seconds["product"], 2 * copied / seconds["copy"]
     for name, prefix in itertools.product(entries, ("forward_", "")):
         row, taken = rows[name], seconds[prefix + name]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from bare import time_in_turn
+from bare import median_times
 
 from .roof import peak, square
 from .setting import Case, Row, Setting
@@ -42,7 +41,7 @@ def read(setting: Setting) -> Row:
 
 
 def timed(call: Callable[[], object], amount: float, unit: str, setting: Setting) -> Row:
-    seconds = statistics.median(time_in_turn({"": call}, setting.pick(20, 2), 3, setting.device)[""])
+    seconds = median_times({"": call}, setting.pick(20, 2), 3, setting.device)[""]
     return {"ms": round(seconds * 1e3, 4), "rate": float(f"{amount / seconds:.5g}"), "unit": unit}
 
 

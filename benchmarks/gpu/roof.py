@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from bare import seconds_of, time_in_turn
+from bare import median_times, seconds_of
 
 from .setting import Row, Setting
 
@@ -45,8 +44,7 @@ def under_roof(
         call()
     once = sum(seconds_of(call, device) for call in every.values())
     repeats = setting.pick(max(3, min(30, int(seconds / max(once, 1e-6)))), 2)
-    times = time_in_turn(every, repeats, 1, device)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    medians = median_times(every, repeats, 1, device)
     product, copy = medians.pop("product"), medians.pop("copy")
     return medians, Roof(square(side) / product, 2 * size / copy)
 
