@@ -17,18 +17,17 @@ from expert_threshold.train import device
 device.keep_freed_memory()
 
 
-def time_interleaved(
-    calls: dict[str, Callable[[], object]], repeats: int, warmup: int = 2, on: torch.device = CPU
-) -> dict[str, list[float]]:
+def time_interleaved(calls: dict[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, list[float]]:
     """Return `time_in_turn`'s times, measured while objects are at rest, as in training."""
     with device.gc_frozen():
-        return time_in_turn(calls, repeats, warmup, on)
+        return time_in_turn(calls, repeats, warmup)
 
 
-def options(about: str | None, repeats: int, threads: int = 2) -> argparse.ArgumentParser:
+def options(about: str | None, repeats: int, threads: int = 2, *, dtype: bool = True) -> argparse.ArgumentParser:
     """Return a parser with the options of every benchmark that takes times; it prints a flat JSON object a line."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    if dtype:
+        parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--repeats", type=positive, default=repeats)
     parser.add_argument("--threads", type=positive, default=threads)
     return parser

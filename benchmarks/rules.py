@@ -54,7 +54,7 @@ def measure(names: list[str], experts: int, given: argparse.Namespace) -> dict[s
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=20, threads=torch.get_num_threads())
+    parser = options(__doc__, repeats=20, threads=torch.get_num_threads(), dtype=False)
     parser.add_argument("--rules", default="all", help="all, or names as A,B")
     parser.add_argument("--experts", default="16,64,256")
     parser.add_argument("--experts-per-token", type=int, default=1)
