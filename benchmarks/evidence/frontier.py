@@ -51,6 +51,7 @@ FAMILIES = {
     "capacity factor": choices(f"{LOSS} --rule.aux-strength 0.01", "capacity-factor", 1.0, 1.25, 1.5),
     "quantile balancing": {"sigmoid": "--rule quantile_balancing", "softmax": f"--rule quantile_balancing {SOFTMAX}"},
     "expert threshold": choices(f"expert_threshold {SOFTMAX}", "capacity-slack", 0.1, 0.25, 0.5, "none"),
+    "expert threshold, warmup": choices(f"expert_threshold {SOFTMAX}", "warmup-steps", 0, 24, 195),
     "expert threshold, mean": choices(
         f"expert_threshold {SOFTMAX} --rule.estimator mean", "capacity-slack", 0.1, 0.5, "none"
     ),
