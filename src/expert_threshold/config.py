@@ -103,7 +103,7 @@ KINDS = {
 }
 """The type of every option by path, but for the rule's, which depend on the rule."""
 FACTS = (
-    "format", "version", "corpus", "machine", "versions", "compiled", "kernels", "init_from", "continue_warmup",
+    "format", "version", "corpus", "machine", "versions", "compiled", "kernels", "init_from",
     "time", "command",
 )  # fmt: skip
 """The other entries of config.json: facts of that run, which have no effect on another."""
@@ -115,6 +115,8 @@ def by_path(record: Options) -> dict[str, Any]:
     Raises ValueError for an unknown section or option, or a value of the wrong type. Text may stand for any value, as
     on a command line: TOML has no null.
     """
+    if not isinstance(record, Mapping):
+        raise ValueError(f"options must be in an object of sections, not {record!r}")
     found: dict[str, Any] = {}
     for section, options in record.items():
         if section in FACTS:

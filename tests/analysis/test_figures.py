@@ -89,10 +89,8 @@ def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
         "fanout_by_position": {"x": list(range(POINTS)), "layers": per_layer(layers), "mean": values(POINTS)},
         "fanout_by_loss": {"x": steps, "layers": per_layer(layers), "mean": values(POINTS)},
         "loss_by_fanout": {"x": list(range(POINTS)), "layers": per_layer(layers), "mean": values(POINTS)},
-        "fanout_distribution": {"share": values(EXPERTS), "mean": 1.0, "std": 0.5},
         "specialisation": {"layers": every, "ratios": {d: values(layers, EXPERTS) for d in ("code", "math")}},
         "domain_shares": {"layers": every, "shares": np.full((layers, 2, EXPERTS), 0.5).tolist()},
-        "specialisation_summary": {"layers": every, "bits": values(layers)},
         "routing_consistency": {"steps": [4000, 8000, 12000, 16000],
                                 "weighted_jaccard": np.where(np.eye(4) > 0, 1, 0.9 * matrix).tolist()},
         "routing_divergence": {"steps": [4, 8, 12, 16], "joint_jsd": np.where(np.eye(4) > 0, 0, matrix).tolist()},
@@ -232,10 +230,9 @@ def test_a_checkpoint_and_itself_have_the_colour_of_their_value(name: str, measu
             assert (opacity.diagonal() == opacity.max()).all()
 
 
-@pytest.mark.parametrize("name", ["load_balance", "specialisation_summary"])
 @pytest.mark.parametrize("layers", [1, 2, 12])
-def test_layers_are_whole_numbers_along_an_axis(name: str, layers: int) -> None:
-    axes = DRAW[name](data_of(name, 8, layers)).axes[0]
+def test_layers_are_whole_numbers_along_an_axis(layers: int) -> None:
+    axes = DRAW["load_balance"](data_of("load_balance", 8, layers)).axes[0]
     assert all(tick == int(tick) for tick in axes.get_xticks())
     assert {1, layers} <= set(axes.get_xticks()) | {layers}
 
@@ -253,7 +250,7 @@ def test_losses_fill_the_width_of_their_figure() -> None:
 
 
 def test_long_names_leave_the_width_to_the_lines() -> None:
-    for name in ("loss_by_method", "load_balance", "objective", "specialisation_summary"):
+    for name in ("loss_by_method", "load_balance", "objective"):
         for methods in (1, 8):
             data = data_of(name, methods, 3)
             data["methods"][0]["method"] = "ET " + "a very long name of a method " * 9

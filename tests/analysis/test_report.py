@@ -134,7 +134,7 @@ def test_a_report_has_the_figures_that_the_rule_has_numbers_for_and_reasons_for_
         assert re.search(r"\d", caption), caption
         assert "nan" not in caption
     assert page.texts["h1"][0].startswith(name.replace("_", " ").capitalize())
-    assert {"Samples", "Validation", "Configuration", "Learning"} <= set(page.texts["h2"])
+    assert {"Samples", "Configuration", "Learning"} <= set(page.texts["h2"])
     reasons = {"dense": "no layer of this model has routed experts", "token_choice": "has no cutoffs"}
     assert ("Left out" in page.texts["h2"]) == (name in reasons)
     for title in (OF_EXPERTS | OF_CUTOFFS) - FIGURES[name]:
@@ -279,6 +279,10 @@ def styled(draw: Callable[..., Figure], *arguments: Any) -> Figure:
         return draw(*arguments)
 
 
+def chart(title: str) -> training.Chart:
+    return next(each for each in (*training.LEARNING, *training.ROUTING) if each.title == title)
+
+
 def run_of(train: Any = (), validation: Any = (), **others: Any) -> Any:
     """A run that recorded these lines."""
     rule = {"rule": {"experts_per_token": 1}, "model": SimpleNamespace(rule=None)}
@@ -309,7 +313,7 @@ def test_the_loss_figure_shows_the_records(run: Callable[..., RunFolder]) -> Non
 
 def test_the_figures_of_layers_show_the_records(run: Callable[..., RunFolder]) -> None:
     train = [r for r in run().metrics.read() if r["split"] == "train"]
-    first, second, *_ = styled(training.draw_layers, "saturation", run_of(train)).axes[0].lines
+    first, second, *_ = styled(chart("Saturation").draw, run_of(train)).axes[0].lines
     for line, layer in ((first, "1"), (second, "2")):
         expected = [[r["step"], 100 * np.mean(r["layers"][layer]["saturation"])] for r in train]
         np.testing.assert_allclose(line.get_xydata(), expected)
@@ -319,23 +323,6 @@ def test_the_figures_of_layers_show_the_records(run: Callable[..., RunFolder]) -
     for expert in range(4):
         assert means[expert].get_ydata().tolist() == [r["layers"]["2"]["cutoff"][expert] for r in train]
         assert batch_cutoffs[expert].get_ydata().tolist() == [r["layers"]["2"]["batch_cutoff"][expert] for r in train]
-
-
-@pytest.mark.usefixtures("without_figures")
-def test_statements_about_after_warmup_skip_the_interval_that_warmup_ends_in(run: Callable[..., RunFolder]) -> None:
-    """A line of the log tells of all steps since the line before, some of them of warmup."""
-    folder = run()
-    config = json.loads((folder.path / "config.json").read_text())
-    config["train"]["log_every"] = 2
-    config["rule"]["warmup_steps"] = 3
-    (folder.path / "config.json").write_text(json.dumps(config))
-    lines = [record for record in folder.metrics.read() if record["split"] != "train" or record["step"] % 2 == 0]
-    for record in lines:
-        for layer in record["layers"].values() if record["split"] == "train" else ():
-            layer["saturation"] = [0.5 if record["step"] == 4 else 0.125] * 4
-    folder.metrics.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    captions = page_of(RunFolder.open(folder.path)).texts["figcaption"]
-    assert any("After warmup 12.5 % of the tokens above a cutoff were dropped on average" in each for each in captions)
 
 
 def test_the_fanout_figure_shows_shares_of_the_tokens() -> None:
@@ -371,7 +358,7 @@ def test_losses_by_method_end_in_their_names() -> None:
 
 def test_a_figure_becomes_an_element_with_text_as_text() -> None:
     element = svg(
-        styled(training.draw_bits_per_byte, run_of(bits_per_byte=[(1e6, 1.5), (2e6, 1.25)])), "own", "Bits & bytes"
+        styled(chart("Bits per byte").draw, run_of(bits_per_byte=[(1e6, 1.5), (2e6, 1.25)])), "own", "Bits & bytes"
     )
     assert element.startswith("<svg ")
     assert 'aria-label="Bits &amp; bytes"' in element
@@ -448,19 +435,15 @@ def test_sentences_are_computed_from_the_numbers() -> None:
     usage = training.say_usage(run_of(records_of("usage", [[0.5, 0.5]] * 3 + [[0.9, 0.1]])))
     assert "10 % (expert 1 of layer 1) to 90 % (expert 0 of layer 1)" in usage
     assert "1 of 2 experts got between half and twice the target" in usage
-    config, ahead = {"train": {"log_every": 1}}, SimpleNamespace(rule=SimpleNamespace(looks_ahead=True))
-    dropped = training.say_bounded(
-        "saturation", run_of(records_of("saturation", [0.9, 0.1, 0.3]), warmup_steps=1, config=config)
-    )
-    assert dropped.startswith("After warmup 20 % of the tokens above a cutoff were dropped on average, at most 30 %")
-    exact = training.say_bounded("saturation", run_of(records_of("saturation", [0.9]), model=ahead, config=config))
-    assert exact.startswith("While experts took exactly k tokens, 90 % of the tokens")
-    assert "every expert got 25 % of the tokens" in training.say_usage(run_of(records_of("usage", [[0.25] * 4])))
+    dropped = chart("Saturation").say(run_of(records_of("saturation", [0.9, 0.1, 0.3])))
+    assert dropped.startswith("It went from 90 % at step 1 to 30 % at step 3; the lowest is 10 %, at step 2")
     assert "2 tokens" not in training.say_fanout(run_of(fanout_counts={1: [1, 1, 2]}))
     assert "went to 1.25 routed experts" in training.say_fanout(run_of(fanout_counts={1: [1, 1, 2]}))
-    assert training.say_bits_per_byte(run_of(bits_per_byte=[(1000, 2.0), (2000, 1.5)])).endswith(
-        "1.500 after 2k; it was never lower."
-    )
+    bits = chart("Bits per byte").say(run_of(bits_per_byte=[(1000, 2.0), (2000, 1.5), (3000, 1.75)]))
+    assert bits.startswith("It went from 2.000 after 1k tokens to 1.750 after 3k tokens; the lowest is 1.500, after 2k")
+    spreads = {"1": {"score_std": 2.0}, "2": {"score_std": [1.0, 2.0]}}
+    lines = chart("Spread of scores").say(run_of([{"step": 4, "layers": spreads}]))
+    assert "from 1.5–2 at step 4 to 1.5–2 at step 4; the lowest is 1.5, at step 4 (layer 2)" in lines
     cutoffs = [
         {
             "step": n,

@@ -92,6 +92,8 @@ def test_each_method_has_its_trials_inside_the_space(finished: Path) -> None:
 
 
 def test_the_first_trials_have_the_present_options_and_then_cover_the_space(finished: Path) -> None:
+    from optuna.distributions import FloatDistribution
+
     studies = record_of(finished)["studies"]
     for study in studies.values():
         first = study["trials"][0]
@@ -100,18 +102,20 @@ def test_the_first_trials_have_the_present_options_and_then_cover_the_space(fini
         assert first["options"]["optim.betas"] == "0.9,0.95"
         assert study["present"] == first["loss"]
     space: sweep.Space = {
-        "optim.matrix_lr": sweep.Range("", 0.005, 0.1, log=True),
-        "optim.betas": sweep.Choice("", {"0.9,0.95": (0.9, 0.95), "0.8,0.95": (0.8, 0.95)}),
+        "optim.matrix_lr": sweep.Dimension("", FloatDistribution(0.005, 0.1, log=True)),
+        "optim.betas": sweep.Dimension("", None, {"0.9,0.95": (0.9, 0.95), "0.8,0.95": (0.8, 0.95)}),
     }
     spread = [trial["options"] for trial in studies["dense"]["trials"][1:]]
     assert spread == [sweep.spread(space, 0), sweep.spread(space, 1)]
 
 
 def test_a_spread_covers_every_range_evenly() -> None:
+    from optuna.distributions import FloatDistribution, IntDistribution
+
     space: sweep.Space = {
-        "rate": sweep.Range("", 0.01, 0.16, log=True),
-        "steps": sweep.Range("", 0, 3, whole=True),
-        "choice": sweep.Choice("", {"a": 1, "b": 2, "c": 3, "d": 4}),
+        "rate": sweep.Dimension("", FloatDistribution(0.01, 0.16, log=True)),
+        "steps": sweep.Dimension("", IntDistribution(0, 3)),
+        "choice": sweep.Dimension("", None, {"a": 1, "b": 2, "c": 3, "d": 4}),
     }
     drawn = [sweep.spread(space, number) for number in range(4)]
     assert sorted(int(math.log2(options["rate"] / 0.01)) for options in drawn) == [0, 1, 2, 3]
@@ -162,7 +166,7 @@ def test_a_comparison_with_options_that_no_sweep_found_is_refused(
         (tmp_path / "none",): "has no METHOD/best.json",
         (empty,): "has no METHOD/best.json",
         (finished, other): "has dense, too",
-        (damaged,): "best.json: not JSON",
+        (damaged,): "best.json: not a JSON",
         (other,): "no best options of expert_threshold",
     }.items():
         tuned = [part for folder in wrong for part in ("--tuned", folder)]

@@ -174,10 +174,8 @@ def test_a_run_begun_from_another_has_warmup_and_decay_of_its_own_length(tmp_pat
         assert isinstance(found, ExpertThreshold)
         return found
 
-    source, fresh = resolve("d12").model.rule, rule("--steps", 500)
-    assert isinstance(source, ExpertThreshold)
+    fresh = rule("--steps", 500)
     assert (fresh.warmup_steps, fresh.decay, fresh.estimator) == (100, 0.9619, "mean")
-    assert rule("--steps", 500, "--continue-warmup") == source
     assert rule("--steps", 500, "--rule.warmup-steps", 30, "--rule.decay", 0.5).warmup_steps == 30
     with pytest.raises(ValueError, match="warmup_steps=600 is beyond the run of 500 steps"):
         rule("--steps", 500, "--rule.warmup-steps", 600)

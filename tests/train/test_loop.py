@@ -251,22 +251,16 @@ def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(kept: str, s
     assert RunFolder.open(tmp_path / "second").config["init_from"] == str((tmp_path / "first").resolve())
 
 
-@pytest.mark.parametrize(("continue_warmup", "step"), [(False, 1), (True, 9)])
-def test_a_new_run_has_a_warmup_of_its_own_unless_it_continues_one(
-    continue_warmup: bool, step: int, start: Start, tmp_path: Path
-) -> None:
+def test_a_new_run_has_a_warmup_of_its_own(start: Start, tmp_path: Path) -> None:
     """--init-from took the old run's count of steps, so that the new run's warmup was recorded and skipped."""
     start("first")
     shown = io.StringIO()
     rule = ExpertThreshold(4, 1, warmup_steps=6, decay=0.9)
-    options = {"init_from": tmp_path / "first", "continue_warmup": continue_warmup}
-    start("second", tiny(rule), steps=1, console=Console(file=shown, width=400), **options)
+    start("second", tiny(rule), steps=1, console=Console(file=shown, width=400), init_from=tmp_path / "first")
     second = RunFolder.open(tmp_path / "second")
-    assert second.load_checkpoint().tensors["model"]["blocks.1.moe.router.state_step"] == step
-    assert second.config["continue_warmup"] is continue_warmup
-    told = "6 of 6 warmup steps are done" if continue_warmup else "a new warmup of 6 steps starts"
+    assert second.load_checkpoint().tensors["model"]["blocks.1.moe.router.state_step"] == 1
     assert f"{tmp_path / 'first'}, step 8; the state of its rule is loaded" in shown.getvalue()
-    assert told in shown.getvalue()
+    assert "a new warmup of 6 steps starts" in shown.getvalue()
 
 
 def test_a_rule_may_change_and_its_cutoffs_come_along_where_both_have_some(start: Start, tmp_path: Path) -> None:
@@ -411,7 +405,6 @@ def test_a_finished_run_continues_for_more_steps_and_every_resume_of_it_is_the_s
     ("options", "message"),
     [
         ({"sample_every": 3}, "sample_every=3 needs `sample`"),
-        ({"continue_warmup": True}, "continue_warmup continues another run's warmup; name that run"),
         ({"model": tiny(ExpertThreshold(64, 1))}, "k = .* = 0"),
         ({"model": tiny(ExpertChoice(4, 1, pool=7))}, "pool=7 does not divide"),
         ({"model": tiny(ExpertChoice(32, 1, pool="sequence"))}, "k = .* = 0"),

@@ -103,19 +103,6 @@ def load_spread(load: Tensor) -> Tensor:
     return load.max(-1).values / load.double().mean(-1)
 
 
-def load_variation(load: Tensor) -> Tensor:
-    """Return standard deviation / mean of loads (…, experts): 0 is perfect balance, NaN if nothing is routed."""
-    load = load.double()
-    return load.std(-1, correction=0) / load.mean(-1)
-
-
-def fanout_distribution(assignment: Tensor) -> Tensor:
-    """Return the share of tokens with fanout 0, 1, …, experts, float64 (layers, experts + 1)."""
-    tokens, experts = assignment.shape[-2:]
-    fanout = assignment.sum(-1)
-    return torch.stack([(fanout == count).sum(-1) for count in range(experts + 1)], -1).double() / tokens
-
-
 def routing_objective(scores: Tensor, assignment: Tensor) -> Tensor:
     """Return Σ z·r over tokens and experts (…, tokens, experts), float64, the routing objective (paper, Eq. 3 to 5)."""
     return torch.where(assignment, scores.double(), 0).sum((-2, -1))

@@ -72,7 +72,6 @@ def _describe(error: Exception) -> str:
 
 DPI = 200  # of PNG
 TALL = 0.8  # height / width of figures of text, which get more of a printed page than others
-BREAKABLE = 30  # longer names in tables may be broken
 
 HERE = Path(__file__).parent
 CSS, SCRIPT = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
@@ -151,7 +150,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "Table
     name: for screen readers, which list the tables of a page.
     """
     names = "".join(f'<th scope="col"><button>{escape(label)}</button></th>' for label in head)
-    lines = "\n".join("<tr>" + "".join(f"<td>{_breakable(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    lines = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
         f"<table><thead><tr>{names}</tr></thead>\n<tbody>{lines}</tbody></table></div>"
@@ -165,11 +164,6 @@ def options_that_differ(options: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [[name, *each] for name, each in values.items() if len(set(each)) > 1]
     title = "Options that differ"
     return section(title, table(["option", *options], rows, title) if rows else "")
-
-
-def _breakable(text: str) -> str:
-    """Return text that may be broken after an underscore or a slash if it is long, as names of runs and paths are."""
-    return re.sub("([_/])", r"\1<wbr>", escape(text)) if len(text) > BREAKABLE else escape(text)
 
 
 def links(pages: Mapping[str, Path], folder: Path) -> str:

@@ -14,9 +14,9 @@ from ..glossary import as_html
 from ..model import PRESETS, parameter_counts
 from ..runs import RunFolder
 from .figures.training import LEARNING, ROUTING, drawn
-from .page import LeftOut, exhibits, facts, folded, left_out, page, section, table, text, text_block
+from .page import LeftOut, exhibits, facts, folded, left_out, page, section, text, text_block
 from .records import Run, finite, read_run, series
-from .sentences import counted, fixed, short
+from .sentences import counted, short
 
 
 def write_report(folder: RunFolder, say: Callable[[str], None] = lambda line: None) -> Path:
@@ -46,7 +46,6 @@ def report(run: Run, say: Callable[[str], None]) -> str:
             *(exhibits(title, entries) for title, entries in chosen.items()),
             samples(run),
             left_out(every),
-            validations(run),
             section("Configuration", folded("config.json", text_block(config))),
         ],
     )
@@ -126,27 +125,6 @@ def samples(run: Run) -> str:
     *earlier, (name, last) = run.samples
     before = (folded(name, text_block(sample)) for name, sample in reversed(earlier))
     return section("Samples", text(f"After {name}:"), text_block(last), *before)
-
-
-def validations(run: Run) -> str:
-    """Return a table with a row for each validation."""
-    head = ("step", "tokens trained on", "loss", "bits per byte", "mean fanout", "load spread, worst layer")
-    rows = []
-    for record in run.validation:
-        layers = record["layers"].values()
-        fanouts = [layer["fanout_mean"] for layer in layers if layer["fanout_mean"] is not None]
-        spreads = [layer["load_spread"] for layer in layers if layer["load_spread"] is not None]
-        rows.append(
-            (
-                f"{record['step']:,}",
-                f"{record['step'] * run.tokens_per_step:,}",
-                fixed(record["loss"], 4),
-                fixed(record["bits_per_byte"], 4),
-                fixed(sum(fanouts) / len(fanouts) if fanouts else None, 2),
-                fixed(max(spreads, default=None), 2),
-            )
-        )
-    return section("Validation", table(head, rows, "Validation") if rows else "")
 
 
 def _plain(value: object) -> str:

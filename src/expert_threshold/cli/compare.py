@@ -29,8 +29,8 @@ from ..routing import option_names
 from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory
 from ..train.log import RunConsole, say
-from .options import Option, parse_names
-from .run_options import Given, flag_of, options_of_any_rule, parse_run, read_config_file, resolve_run, start_of
+from .options import Option, flag_of, parse_names
+from .run_options import Given, options_of_any_rule, parse_run, read_config_file, resolve_run, start_of
 
 
 def leaves_open(method: Method, path: str) -> bool:

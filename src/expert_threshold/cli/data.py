@@ -118,16 +118,10 @@ def _tokenizer(given: Given, display: Display) -> str:
     display.say(corpus.describe())
     display.say(f"training a tokenizer of {given['vocab_size']:,} tokens")
     texts = corpus.beginning(given["characters"], display.task("reading"))
-    tokenizer = Tokenizer.train(_announced(texts, lambda: display.say("merging")), given["vocab_size"])
+    tokenizer = Tokenizer.train(texts, given["vocab_size"])
     with replacing(out) as temporary:
         tokenizer.save(temporary)
     return f"{tokenizer.vocab_size:,} tokens in {out}, {clock(time.monotonic() - start)}"
-
-
-def _announced(texts: Iterator[str], end: Callable[[], None]) -> Iterator[str]:
-    """Yield the texts, and call `end` after the last."""
-    yield from texts
-    end()
 
 
 def _tokenize(given: Given, display: Display) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
+from ..analysis.figures.style import style
 from ..data import Corpus, DataConfig, Tokenizer, open_held_out, open_source, pack
 from ..data.domains import CODE
 from ..data.public import core_bundle
@@ -32,7 +33,7 @@ from ..evaluation.results import RESULTS
 from ..files import corrupted_file_error, replace_json
 from ..install import install
 from ..model import GPT
-from ..option import Count, did_you_mean
+from ..option import Count
 from ..runs import RunFolder, load_model
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
@@ -69,7 +70,6 @@ OPTIONS = [
         "Mean number of routed experts per token, from 0 to all. Defaults to the trained one.",
     ),
     Option("rates", str | None, None, "Measure the loss at each of these rates, as 0.25,0.5,1,2, and nothing else."),
-    Option("figure", str, "RUN/rates.png", "Where to write the figure of --rates; RUN is the first run."),
     Option("json", bool, False, "Print JSON instead of a table."),
     STEP,
     *COMPUTE,
@@ -92,7 +92,7 @@ def run(arguments: Sequence[str]) -> None:
     _check(options, defaults)
     # Check everything before the first run is evaluated.
     if options["rates"] is not None:
-        _dial(options, None if "figure" not in given else Path(given["figure"]))
+        _dial(options)
         return
     for path in options["run"] if options["rate"] is not None else ():
         rates.require_cutoffs(RunFolder.open(path), "at_rate", f"--rate {options['rate']:g}: ")
@@ -140,14 +140,14 @@ def run(arguments: Sequence[str]) -> None:
         print(HINT, file=sys.stderr)
 
 
-def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
+def _dial(options: Mapping[str, Any]) -> None:
     """Measure each run's validation loss at each rate; write the numbers and the figure, and print a table."""
     asked = rates.read_rates(options["rates"])
     folders = {path: RunFolder.open(path) for path in options["run"]}
     for folder in folders.values():
         rates.require_cutoffs(folder, "at_rate", f"--rates {options['rates']}: ")
-    figure = figure or folders[options["run"][0]].path / rates.FIGURE
-    rates.require_drawable(figure)
+    with style():
+        pass  # fails early without matplotlib
     device = pick_device(options["device"])
     dtype = pick_dtype(options["dtype"], device)
     keep_freed_memory()
@@ -170,8 +170,9 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
         print(json.dumps(list(results.values())))
     else:
         Console().print(rates.table(results))
+    figure = folders[options["run"][0]].path / "rates"
     rates.draw(results, figure)
-    print(f"figure: {figure}", file=sys.stderr)
+    print(f"figure: {figure}.png and .svg", file=sys.stderr)
 
 
 # Options that have no effect unless one of these others is given.
@@ -182,7 +183,6 @@ NEEDS = {
     "harness_path": ["harness"],
     "text_field": ["data"],
     "eval_tokens": ["validation", "data"],
-    "figure": ["rates"],
 }
 # Options that --rates does not support.
 NOT_AT_RATES = ("rate", "data", "bundle", "harness", "tasks", "baselines", "max_per_task")
@@ -210,10 +210,8 @@ def _tasks(options: Mapping[str, Any]) -> tuple[list[Task], list[str]]:
         return [], []
     tasks = read_bundle(options["bundle"], options["baselines"])
     known = {task.label: task for task in tasks}
-    asked: Collection[str] = known if options["tasks"] == "all" else parse_names("--tasks", options["tasks"])
+    asked: Collection[str] = known if options["tasks"] == "all" else parse_names("--tasks", options["tasks"], known)
     for label in asked:
-        if label not in known:
-            raise ValueError(f"--tasks {label}: unknown task; {did_you_mean(label, known)}")
         choose_rows(known[label], options["max_per_task"])  # rejects too few now, not after an hour
     return tasks, [label for label in known if label in asked]
 

@@ -13,6 +13,14 @@ from typing import Any, NamedTuple, NoReturn, get_args
 from ..option import NonNegativeInt, alternatives, convert, describe, did_you_mean, kinds_of
 from ..train.config import DeviceName, DtypeName
 
+EVERYDAY = (
+    "rule.name", "rule.num_experts", "rule.experts_per_token", "data.source", "model.layers", "model.d_model",
+    "model.vocab_size", "model.context", "optim.matrix_lr", "train.steps", "train.batch_size", "train.accumulation",
+    "train.seed", "train.device", "train.dtype", "train.compile", "train.threads", "train.log_every",
+    "train.eval_every", "train.eval_tokens", "train.sample_every", "train.checkpoint_every",
+)  # fmt: skip
+"""Options of a run that also have a short flag, and that --help shows beside the rule's."""
+SHORT = {path: path.partition(".")[2] for path in EVERYDAY} | {"rule.name": "rule", "data.source": "data"}
 WIDEST = 40
 """Maximum width of the values beside a flag; longer lists of names go into the help text, which wraps."""
 
@@ -23,7 +31,7 @@ class Option(NamedTuple):
     name: the key of its value; one with a dot is the path of a run's option, which --help shows under its section.
     kind: a type of a record's field; bool makes a pair, --name and --no-name. default: what --help shows. many: an
     option, or the last positional argument, that may be repeated; its value is the list of texts. may_be_empty: an
-    empty text is valid; otherwise it is rejected, as it comes from an unset variable of the shell. short: another name.
+    empty text is valid; otherwise it is rejected, as it comes from an unset variable of the shell.
     """
 
     name: str
@@ -34,12 +42,11 @@ class Option(NamedTuple):
     required: bool = False
     many: bool = False
     may_be_empty: bool = False
-    short: str = ""
 
     @property
     def flag(self) -> str:
-        """Return the option as --help shows it, by its short name if it has one."""
-        return self.name.upper() if self.positional else "--" + (self.short or self.name).replace("_", "-")
+        """Return the option as --help shows it."""
+        return self.name.upper() if self.positional else flag_of(self.name)
 
     def read(self, text: str) -> Any:
         """Return the value of the text as typed."""
@@ -49,6 +56,11 @@ class Option(NamedTuple):
             return text if self.positional or not text else convert(self.kind, text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option, the short one if it has two."""
+    return "--" + SHORT.get(name, name).replace("_", "-")
 
 
 # Options of every command that reads a checkpoint, and of every command that computes.
@@ -65,7 +77,6 @@ def parse(prog: str, description: str, options: Sequence[Option], arguments: Seq
     Raises ValueError for anything invalid, in one line that names the option and the remedy.
     """
     parser = Parser(prog, description, options)
-    arguments = [parser.hyphenated(argument) for argument in arguments]
     typed: dict[str, str] = {}
     for flag in (argument.partition("=")[0] for argument in arguments):
         if flag in parser.flags and (first := typed.setdefault(parser.flags[flag], flag)) != flag:
@@ -99,12 +110,6 @@ class Parser(argparse.ArgumentParser):
                 groups[section] = self.add_argument_group(section)
             _add(groups[section], option)
         self.flags = {flag: action.dest for action in self._actions for flag in action.option_strings}
-
-    def hyphenated(self, argument: str) -> str:
-        """Return a flag that is typed with underscores with hyphens, and anything else, such as text, as it is."""
-        typed, equals, value = argument.partition("=")
-        flag = typed.replace("_", "-")
-        return flag + equals + value if flag in self.flags else argument
 
     def error(self, message: str) -> NoReturn:
         text = re.sub(r"^argument ([^:/]+)[^:]*", r"\1", message)  # by its short name alone
@@ -161,13 +166,11 @@ def field_options(record: type, defaults: Mapping[str, Any], prefix: str = "") -
 
 
 def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> list[str]:
-    """Return the names in "A,B". Raises ValueError for one that is empty, unknown or named twice."""
-    names = text.split(",")
-    for place, name in enumerate(names):
+    """Return the names in "A,B", each once. Raises ValueError for one that is empty or unknown."""
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
         if not name:
             raise ValueError(f"{flag} {shlex.quote(text)}: a name is missing at a comma; write A,B")
-        if name in names[:place]:
-            raise ValueError(f"{flag} {text}: {name} is named twice; name it once")
         if known is not None and name not in known:
             raise ValueError(f"{flag} {name}: unknown; {did_you_mean(name, known)}")
     return names

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from ..analysis.figures.dial import draw_dial
+from ..analysis.page import save_figure
 from ..analysis.plain import plain
 from ..analysis.sentences import fixed
 from ..evaluation import Point
-from ..files import replacing
 from ..model import GPTConfig
+from ..option import NonNegative, convert
 from ..routing import Rule, rule_name
 from ..runs import RunFolder
+from .options import parse_names
 
-FILE, FIGURE = "rates.json", "rates.png"
+FILE = "rates.json"
 
 
 def read_rates(text: str) -> list[float | None]:
     """Return the rates in "0.25,0.5,1" after None, which stands for the trained cutoffs. Raises ValueError."""
     try:
-        rates = [float(part) for part in text.split(",")]
-    except ValueError:
-        rates = [math.nan]
-    if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
-        raise ValueError(f"--rates {text}: expected numbers of at least 0, as in 0.25,0.5,1,2")
-    for rate in rates:
-        if rates.count(rate) > 1:
-            raise ValueError(f"--rates {text}: {rate:g} is named twice; name it once")
-    return [None, *rates]
+        return [None, *(convert(NonNegative, part) for part in parse_names("--rates", text))]
+    except ValueError as error:
+        raise ValueError(f"--rates {text}: {error}; write numbers as in 0.25,0.5,1,2") from None
 
 
 def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:
@@ -92,32 +89,6 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
     return shown
 
 
-def require_drawable(path: Path) -> None:
-    """Raise ValueError, before anything is measured, if matplotlib is missing or cannot write this file."""
-    from ..analysis.figures.style import style
-
-    with style():
-        from matplotlib.figure import Figure
-
-        known = Figure().canvas.get_supported_filetypes()
-    kind = path.suffix[1:] or "png"
-    if kind.lower() not in known:
-        raise ValueError(f"--figure {path}: there is no format {kind}; use one of {', '.join(sorted(known))}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--figure {path}: the folder {path.parent} does not exist; make it, or name another")
-
-
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Write the figure, after `require_drawable`."""
-    from ..analysis.figures.dial import draw_dial
-    from ..analysis.figures.style import style
-
-    names = [Path(name).name for name in results]
-    named = [
-        {"name": name if names.count(name) == 1 else path, **found}
-        for name, (path, found) in zip(names, results.items(), strict=True)
-    ]
-    with style():
-        figure = draw_dial({"runs": named})
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format=path.suffix[1:] or "png", dpi=160, facecolor="white")
+    """Write the figure. Raises ValueError if matplotlib is missing."""
+    save_figure(partial(draw_dial, {"runs": [{"name": run, **found} for run, found in results.items()]}), path)

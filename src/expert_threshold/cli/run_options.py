@@ -14,18 +14,10 @@ from ..option import Count, kinds_of
 from ..recipes import RECIPES
 from ..routing import DENSE, RULES, option_names
 from ..runs import RunFolder
-from .options import Option, Parser, field_options, parse
+from .options import EVERYDAY, Option, Parser, field_options, parse
 
 Given = Mapping[str, Any]
 
-EVERYDAY = (
-    "rule.name", "rule.num_experts", "rule.experts_per_token", "data.source", "model.layers", "model.d_model",
-    "model.vocab_size", "model.context", "optim.matrix_lr", "train.steps", "train.batch_size", "train.accumulation",
-    "train.seed", "train.device", "train.dtype", "train.compile", "train.threads", "train.log_every",
-    "train.eval_every", "train.eval_tokens", "train.sample_every", "train.checkpoint_every",
-)  # fmt: skip
-"""Options that also have a short flag, and that --help shows beside the rule's."""
-SHORT = {path: path.partition(".")[2] for path in EVERYDAY} | {"rule.name": "rule", "data.source": "data"}
 PRESET = Option("preset", str, DEFAULT_PRESET, f"Size to start from: {', '.join(RUNS)}.", positional=True)
 RECIPE = Option("recipe", str, None, "Run of the paper or of another project; see et recipes.")
 TOKENS = Option("tokens", Count | None, None, "Tokens to train on instead of --steps.")
@@ -37,11 +29,6 @@ HELP = (
 )
 
 
-def flag_of(path: str) -> str:
-    """Return the flag of a run's option, the short one if there are two."""
-    return "--" + SHORT.get(path, path).replace("_", "-")
-
-
 def run_options(config: RunConfig) -> list[Option]:
     """Return the options of a run, with defaults from `config`: the chosen rule's first."""
     sections = config.to_dict()
@@ -51,7 +38,7 @@ def run_options(config: RunConfig) -> list[Option]:
     records = {"rule": RULES[name]} if rule else {}
     for section, record in (records | RECORDS).items():
         options += field_options(record, {"rule": rule, **sections}[section], f"{section}.")
-    return [option._replace(short=SHORT.get(option.name, "")) for option in options]
+    return options
 
 
 def options_of_any_rule() -> list[Option]:
@@ -60,34 +47,25 @@ def options_of_any_rule() -> list[Option]:
     for rule in RULES:
         for name in option_names(rule):
             kinds.setdefault(f"rule.{name}", set()).add(kinds_of(RULES[rule])[name])
-    return [
-        Option(path, bool if kind == {bool} else str, None, "", short=SHORT.get(path, ""))
-        for path, kind in kinds.items()
-    ]
+    return [Option(path, bool if kind == {bool} else str, None, "") for path, kind in kinds.items()]
 
 
 def resolve_run(given: Given) -> RunConfig:
     """Return the run of the given options: flags override a file, the model of --init-from, recipe and preset, in turn.
 
-    Options that a rule scales to the length of a run follow the new run, unless it continues the warmup. Raises
-    ValueError.
+    Options that a rule scales to the length of a run follow the new run. Raises ValueError.
     """
-    continues, initial = given.get("continue_warmup", False), {}
-    if continues and "init_from" not in given:
-        raise ValueError("--continue-warmup continues the warmup of another run; name that run with --init-from")
+    initial, file = {}, read_config_file(given["config"]) if "config" in given else {}
     if "init_from" in given:
         source = RunFolder.open(given["init_from"])
         with source.named():
             initial = by_path({section: source.section(section) for section in ("model", "rule")})
-    file = read_config_file(given["config"]) if "config" in given else {}
     if given.get("tokens") is not None:
         file.pop("train.steps", None)  # a flag goes before the file
     flags = {path: value for path, value in given.items() if "." in path}
-    layers, start = ([initial, file, flags], {}) if continues else ([file, flags], initial)
     recipe, tokens = given.get("recipe"), given.get("tokens")
-    config = resolve(preset_of(given), *layers, recipe=recipe, tokens=tokens, initial=start)
-    if not continues:  # else its warmup may be over
-        require_warmups_fit(config)
+    config = resolve(preset_of(given), file, flags, recipe=recipe, tokens=tokens, initial=initial)
+    require_warmups_fit(config)
     return config
 
 
@@ -105,16 +83,12 @@ def start_of(given: Given) -> dict[str, str]:
 
 def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
     """Return the options, by path, in the file that `flag` names. Raises ValueError if it cannot be read."""
-    remedy = "name a JSON or TOML file such as the config.json of a run"
-    if not Path(path).is_file():
-        raise ValueError(f"{flag} {path}: no such file; {remedy}")
-    language, loads = ("TOML", tomllib.loads) if Path(path).suffix == ".toml" else ("JSON", json.loads)
+    loads = tomllib.loads if Path(path).suffix == ".toml" else json.loads
     try:
         value = loads(Path(path).read_text("utf-8-sig"))  # some editors of Windows write a byte order mark
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag} {path}: not {language} ({error}); {remedy}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{flag} {path}: not an object of sections; {remedy}")
+    except (OSError, ValueError, RecursionError) as error:
+        why = getattr(error, "strerror", error)
+        raise ValueError(f"{flag} {path}: not a JSON or TOML file such as the config.json of a run ({why})") from None
     try:
         return by_path(value)
     except ValueError as error:
@@ -145,7 +119,9 @@ def parse_run(
     if asks:
         shown = offered(run_options(resolve_run(given)))
         if "--help-all" not in asks:
-            kept = [option for option in shown if option.short or option.name.partition(".")[0] not in RECORDS]
+            kept = [
+                option for option in shown if option.name in EVERYDAY or option.name.partition(".")[0] not in RECORDS
+            ]
             shown = [option._replace(help=option.help.partition(". ")[0].rstrip(".") + ".") for option in kept]
         Parser(prog, f"{description}\n\n{HELP}", shown).print_help()
         raise SystemExit(0)

@@ -14,7 +14,7 @@ from rich.table import Table
 from ..analysis.sentences import counted, fixed
 from ..compare.experiment import opened
 from ..compare.running import OF_EXPERTS
-from ..compare.sweep import SWEEP, Choice, Range, Space, Sweep, Tunable, require_optuna
+from ..compare.sweep import SWEEP, Dimension, Space, Sweep, Tunable, require_optuna
 from ..compare.sweep_page import show_value, write_page
 from ..config import DEFAULT_PRESET, KINDS, RunConfig, by_path, kinds, nested
 from ..install import et
@@ -25,11 +25,9 @@ from ..routing import DENSE, RULES
 from ..train.device import keep_freed_memory
 from ..train.log import clock, say
 from .compare import chosen_methods, configure, console_for_tables, decided, leaves_open
-from .options import Option
+from .options import SHORT, Option, flag_of
 from .run_options import (
-    SHORT,
     Given,
-    flag_of,
     options_of_any_rule,
     parse_run,
     read_config_file,
@@ -146,12 +144,12 @@ def present_values(config: RunConfig, path: str) -> list[Any]:
     return [options[path], *rate]
 
 
-def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict[str, Range | Choice]:
+def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict[str, Dimension]:
     """Return the space that the texts describe, by path. Raises ValueError for an entry that cannot be searched."""
     paths = {short: path for path, short in SHORT.items()}
     known = {path for path in KINDS if path.startswith(("model.", "optim."))}
     known |= {option.name for option in options_of_any_rule()}
-    space: dict[str, Range | Choice] = {}
+    space: dict[str, Dimension] = {}
     for text in texts:
         typed, _, values = (part.strip() for part in text.partition("="))
         path = typed.replace("-", "_")
@@ -174,14 +172,16 @@ def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict
     return space
 
 
-def read_entry(text: str, values: str, kind: Any) -> Range | Choice:
+def read_entry(text: str, values: str, kind: Any) -> Dimension:
     """Return the values of one option. Raises ValueError, which quotes the whole text, for none or a single one."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
     if ".." not in values:
         choices = values.split("|")
         parsed = [_parsed(text, kind, choice) for choice in choices]
         if len(parsed) < 2 or any(value in parsed[:place] for place, value in enumerate(parsed)):
             raise ValueError(f"--space {text}: nothing to search; give two or more different values, as in A|B")
-        return Choice(values, dict(zip(choices, parsed, strict=True)))
+        return Dimension(values, CategoricalDistribution(choices), dict(zip(choices, parsed, strict=True)))
     bounds, _, scale = values.partition(":")
     low, high = (_parsed(text, kind, bound) for bound in bounds.split("..", 1))
     plain = {plain for plain, _ in alternatives(kind)}
@@ -193,7 +193,9 @@ def read_entry(text: str, values: str, kind: Any) -> Range | Choice:
         raise ValueError(f"--space {text}: nothing to search, since {low:g} is not below {high:g}")
     if scale == "log" and low <= 0:
         raise ValueError(f"--space {text}: a logarithmic range must start above 0")
-    return Range(values, low, high, scale == "log", whole=float not in plain)
+    if float in plain:
+        return Dimension(values, FloatDistribution(low, high, log=scale == "log"))
+    return Dimension(values, IntDistribution(int(low), int(high), log=scale == "log"))
 
 
 def _parsed(text: str, kind: Any, value: str) -> Any:

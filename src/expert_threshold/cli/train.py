@@ -36,8 +36,8 @@ from ..train.log import RunConsole, clock, say
 from ..train.pace import tokens_within
 from ..train.saving import LostSaveError
 from . import USAGE_ERROR, is_users, one_line
-from .options import Option
-from .run_options import flag_of, parse_run, preset_of, resolve_run, with_paths
+from .options import Option, flag_of
+from .run_options import parse_run, preset_of, resolve_run, with_paths
 
 OPTIONS = [
     Option("out", str, "runs/PRESET-RULE", "Run folder to make; it must not exist."),
@@ -54,12 +54,6 @@ OPTIONS = [
         None,
         "Run whose model, weights and tokenizer to start with, or hub:OWNER/NAME, an export on the Hugging Face hub. "
         "Cutoffs or biases are kept; warmup and decay fit the new run.",
-    ),
-    Option(
-        "continue_warmup",
-        bool,
-        False,
-        "With --init-from, keep that run's warmup and decay. Its steps count towards the warmup.",
     ),
     Option("nproc", Count | None, None, "Processes on this machine, one per GPU."),
     Option(
@@ -112,6 +106,7 @@ def _failure(error: BaseException) -> Failure:
 def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[RunFolder]) -> None:
     """Train; append the run's folder to `folders` once it is known."""
     given = parse_run("et train", "Train a language model into a run folder, or resume one.", OPTIONS, arguments)
+    _require_one_length(given)
     if "init_from" in given:
         given["init_from"] = from_main(rendezvous, lambda: run_folder(given["init_from"]))
     processes = given.pop("nproc", None)
@@ -139,10 +134,9 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
     else:
         config = resolve_run(given)
         init_from = Path(given["init_from"]) if "init_from" in given else None
-        continues = given.get("continue_warmup", False)
         minutes = given.get("minutes")
-        if minutes is not None:
-            _require_only_minutes(given, rendezvous)
+        if minutes is not None and rendezvous is not None:
+            raise ValueError(f"minutes={minutes}: not supported with several ranks; give --steps")
         missing = missing_folders(Path(out))
         folder = RunFolder(Path(from_main(rendezvous, lambda: str(RunFolder.create(out).path))))
         folders.append(folder)
@@ -154,8 +148,8 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
                 tokens = tokens_within(60 * minutes, config.model, config.optim, config.train)
                 config = resolve_run(given | {"tokens": tokens})
             console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
-            given_start = {"init_from": init_from, "continue_warmup": continues, "minutes": minutes}
-            result = train_run(folder, config, console, rendezvous=rendezvous, **given_start)
+            start = {"init_from": init_from, "minutes": minutes}
+            result = train_run(folder, config, console, rendezvous=rendezvous, **start)
         except BaseException:
             if is_main:
                 remove_empty(missing)
@@ -188,14 +182,10 @@ def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> 
         raise SystemExit(code)
 
 
-def _require_only_minutes(given: dict[str, Any], rendezvous: Rendezvous | None) -> None:
-    """Raise ValueError if there are several ranks, or flags for steps or tokens."""
-    minutes = given["minutes"]
-    if rendezvous is not None:
-        raise ValueError(f"minutes={minutes}: not supported with several ranks; give --steps")
-    for other in ("train.steps", "tokens"):
-        if given.get(other) is not None:
-            raise ValueError(f"minutes={minutes} and {other}={given[other]} both set the length of the run; give one")
+def _require_one_length(given: dict[str, Any]) -> None:
+    lengths = [f"{path}={given[path]}" for path in ("train.steps", "tokens", "minutes") if given.get(path) is not None]
+    if len(lengths) > 1:
+        raise ValueError(f"{' and '.join(lengths)} each set the length of the run; give one of them")
 
 
 def _config_of(folder: RunFolder) -> RunConfig:
@@ -209,9 +199,6 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
     Experts are split as before, or as far as the number of ranks allows, unless --train.expert-parallel is given.
     """
     changes = {path: given[path] for path in given if path not in ("resume", "nproc", "data.source", "minutes")}
-    lengths = [f"{path}={given[path]}" for path in ("train.steps", "tokens", "minutes") if path in given]
-    if len(lengths) > 1:
-        raise ValueError(f"{' and '.join(lengths)} each set the length of the run; give one of them")
     for path, value in changes.items():
         if path not in {"tokens", "train.steps", *(f"train.{name}" for name in FREE_ON_RESUME)}:
             flag = flag_of(path)

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,69 +59,40 @@ learning rate is behind in the middle and gains as it decays: rules that halve t
 Options = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Range:
-    """Numbers from low to high, drawn evenly, or by their logarithm. text: as typed."""
+class Dimension(NamedTuple):
+    """What is searched of an option. text: as typed. distribution: optuna's, of numbers or of the texts of choices.
+
+    values: of choices, by their texts.
+    """
 
     text: str
-    low: float
-    high: float
-    log: bool = False
-    whole: bool = False
+    distribution: Any
+    values: Options = MappingProxyType({})
 
     def value(self, drawn: Any) -> Any:
-        return drawn
+        return self.values.get(drawn, drawn)
 
     @property
     def ends(self) -> Sequence[Any]:
-        return (self.low, self.high)
+        return tuple(self.values.values()) or (self.distribution.low, self.distribution.high)
 
     def drawn(self, value: Any) -> Any:
         """Return what is drawn for the value; None if it is outside."""
-        return value if isinstance(value, int | float) and self.low <= value <= self.high else None
+        if self.values:
+            return next((text for text, known in self.values.items() if known == value), None)
+        low, high = self.ends
+        return value if isinstance(value, int | float) and low <= value <= high else None
 
     def at(self, share: float) -> Any:
-        """Return the value with this share of the range below it."""
-        value = self.low * (self.high / self.low) ** share if self.log else self.low + share * (self.high - self.low)
-        return round(value) if self.whole else value
-
-    def distribution(self) -> Any:
-        from optuna.distributions import FloatDistribution, IntDistribution
-
-        if self.whole:
-            return IntDistribution(int(self.low), int(self.high), log=self.log)
-        return FloatDistribution(self.low, self.high, log=self.log)
+        """Return what has this share, below 1, of the choices before it, or of the range below it."""
+        if self.values:
+            return list(self.values)[int(share * len(self.values))]
+        low, high = self.ends
+        value = low * (high / low) ** share if self.distribution.log else low + share * (high - low)
+        return round(value) if isinstance(low, int) else value
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One of several values, by their texts."""
-
-    text: str
-    values: Options
-
-    def value(self, drawn: Any) -> Any:
-        return self.values[drawn]
-
-    @property
-    def ends(self) -> Sequence[Any]:
-        return tuple(self.values.values())
-
-    def drawn(self, value: Any) -> Any:
-        """Return the text of the value; None if it is not among them."""
-        return next((text for text, known in self.values.items() if known == value), None)
-
-    def at(self, share: float) -> Any:
-        """Return the text with this share of the values before it, for a share below 1."""
-        return list(self.values)[int(share * len(self.values))]
-
-    def distribution(self) -> Any:
-        from optuna.distributions import CategoricalDistribution
-
-        return CategoricalDistribution(tuple(self.values))
-
-
-Space = Mapping[str, Range | Choice]
+Space = Mapping[str, Dimension]
 
 
 def spread(space: Space, number: int) -> dict[str, Any]:
@@ -332,7 +304,7 @@ class Sweep:
             study.enqueue_trial(dict(present))
         elif number <= SPREAD:
             study.enqueue_trial(spread(space, number - 1 - has_present))
-        trial = study.ask({name: entry.distribution() for name, entry in space.items()})
+        trial = study.ask({name: entry.distribution for name, entry in space.items()})
         start = time.monotonic()
         attributes: dict[str, Any] = {"present": is_present}
         state, loss = TrialState.FAIL, None
@@ -442,7 +414,7 @@ class Sweep:
             "options": {
                 option: {
                     "space": entry.text,
-                    "scale": None if isinstance(entry, Choice) else {n: vars(entry)[n] for n in ("low", "high", "log")},
+                    "scale": None if entry.values else {n: vars(entry.distribution)[n] for n in ("low", "high", "log")},
                     "best": None if best is None else best.options[option],
                 }
                 for option, entry in method.space.items()

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from html import escape
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ..analysis.figures.axes import log_ticks, panels, single, whole_ticks
-from ..analysis.figures.style import ACCENT, INK, MUTED, NARROW, WIDE, Axes, Figure
+from ..analysis.figures.axes import log_ticks, panels
+from ..analysis.figures.learning import draw_losses
+from ..analysis.figures.style import ACCENT, INK, MUTED, WIDE, Axes, Figure
 from ..analysis.page import exhibit, exhibits, facts, folded, page, section, table, text
 from ..analysis.sentences import counted, fixed
 from ..files import replace_file
@@ -31,8 +31,7 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
             "Each dot is a finished trial, the larger one the best; a triangle is one with a higher loss.",
             draw_options,
         ),
-        "Trials": ("Each finished trial, and the best so far.", draw_trials),
-        "Curves": ("Validation during each trial; the best in colour, those stopped early dashed.", draw_curves),
+        "Curves": ("Validation during each trial; of many trials, the lowest are named.", draw_curves),
     }
     tokens = options["train.batch_size"] * options["train.accumulation"] * options["model.context"]
     sizes = [f"{options[f'model.{name}']:,}" for name in ("layers", "d_model", "vocab_size")]
@@ -92,40 +91,10 @@ def show_value(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def draw_trials(study: Mapping[str, Any]) -> Figure:
-    """Draw the loss of each finished trial, and the best so far."""
-    trials = _finished(study)
-    numbers, losses = [trial["trial"] for trial in trials], [trial["loss"] for trial in trials]
-    figure, axes = single(NARROW, title="loss (nats per token)")
-    _draw_losses(axes, numbers, losses)
-    axes.step([*numbers, len(study["trials"])], [*accumulate(losses, min), min(losses)], where="post", color=ACCENT)
-    axes.set_xlabel("trial", loc="right")
-    whole_ticks(axes.xaxis)
-    _limit(axes, losses)
-    return figure
-
-
 def draw_curves(study: Mapping[str, Any]) -> Figure:
-    """Draw the validation losses of each trial over its steps; the best in colour, those stopped early dashed."""
-    best = study["best"]["trial"]
-    figure, axes = single(NARROW, title="validation loss (nats per token)")
-    for trial in study["trials"]:
-        if trial["curve"]:
-            steps, losses = zip(*trial["curve"], strict=True)
-            is_best, stopped = trial["trial"] == best, trial["loss"] is None
-            axes.plot(
-                steps,
-                losses,
-                color=ACCENT if is_best else MUTED,
-                linewidth=1.8 if is_best else 0.7,
-                linestyle=(0, (3, 1.5)) if stopped else "-",
-                marker="o" if len(steps) == 1 or is_best else None,
-                zorder=3 if is_best else 2,
-            )
-    axes.set_xlabel("step", loc="right")
-    whole_ticks(axes.xaxis)
-    _limit(axes, [loss for trial in study["trials"] for _, loss in trial["curve"]])
-    return figure
+    """Draw the validation losses of each trial over its steps."""
+    names = {f"trial {trial['trial']}": trial["curve"] for trial in study["trials"] if trial["curve"]}
+    return draw_losses({"methods": [{"method": name, "kind": name, "points": names[name]} for name in names]}, "step")
 
 
 def draw_options(study: Mapping[str, Any]) -> Figure:

@@ -49,7 +49,7 @@ class GPTConfig:
     """
 
     vocab_size: Count = option(65536, "Tokens in the vocabulary.")
-    context: Count = option(2048, "Maximum number of tokens in a sequence.")
+    context: Count = option(2048, "Tokens in a sequence, at most.")
     layers: Annotated[int, Bounds(least=1, most=1_000)] = option(12, "Transformer layers.")
     d_model: Count = option(768, "Width of the model. A preset's other widths scale in proportion unless they are set.")
     heads: Count = option(6, "Attention heads.")

@@ -56,10 +56,10 @@ class ExpertThreshold(ByCutoff):
     )
     pool: Pool = option(
         "global",
-        "Tokens over which the k-th largest score is taken: a sequence, a micro-batch, all ranks' micro-batches, or a "
+        "Tokens over which the k-th largest score is taken. A sequence, a micro-batch, all ranks' micro-batches, or a "
         "number of tokens. The bounds apply to the same tokens.",
     )
-    debias: bool = option(True, "Correct the running mean for its initial value of 0; the literal formula does not.")
+    debias: bool = option(True, "Correct the running mean for its start at 0. The literal formula does not.")
     estimator: Estimator = option(
         "mean",
         "Estimator of the cutoffs. mean is the paper's running mean. trend adds a slope to keep up with drifting "
@@ -120,12 +120,6 @@ class ExpertThreshold(ByCutoff):
     def calibration_rule(self, experts_per_token: float) -> Rule:
         """Return this rule in endless warmup."""
         return replace(self, experts_per_token=experts_per_token, pool="batch", warmup_steps=sys.maxsize)
-
-    def progress(self, state: CutoffState) -> str:
-        step = int(state.step)
-        if step == 0 or self.warmup_steps == 0:
-            return f"a new warmup of {self.warmup_steps} steps starts" if self.warmup_steps else ""
-        return f"{min(step, self.warmup_steps)} of {self.warmup_steps} warmup steps are done"
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:

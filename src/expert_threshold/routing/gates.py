@@ -19,7 +19,7 @@ _LABELS: dict[Gate, str] = {
     "softmax_chosen": " softmax chosen",
     "sigmoid_normalised": " sigmoid norm.",
 }
-NULL_SCORES = "Number of extra router scores that belong to no expert and only enter the gates' softmax."
+NULL_SCORES = "Extra router scores of no expert. They only enter the gates' softmax."
 """Help text of the option null_scores, shared by several rules."""
 
 

@@ -221,7 +221,3 @@ class Rule(ABC):
         state: the state that routed the step.
         """
         return {}
-
-    def progress(self, state: Any) -> str:
-        """Return a phrase about the state's progress, shown at the start of a run, or an empty string."""
-        return ""

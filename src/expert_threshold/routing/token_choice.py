@@ -56,7 +56,7 @@ class TokenChoice(Valued):
         "loss_free and loss_free_proportional select by score + bias.",
     )
     aux_strength: NonNegative = option(0.001, "Strength α of the auxiliary losses.")
-    bias_rate: NonNegative = option(0.005, "Step size u of the loss-free biases.")
+    bias_rate: NonNegative = option(0.005, "Step u of the loss-free biases.")
     gate: Gate = option(
         "sigmoid",
         "Gate of an expert's output. softmax includes all experts and null scores, softmax_chosen only the chosen "
@@ -65,10 +65,10 @@ class TokenChoice(Valued):
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     over: Over = option(
         "scores",
-        "Values to which biases are added and by which groups are compared: the scores, or their sigmoid or softmax.",
+        "Values to which biases are added and by which groups are compared. The scores, or their sigmoid or softmax.",
     )
-    num_groups: Count = option(1, "Number of equal-sized groups of experts.")
-    groups_per_token: Count = option(1, "Number of groups from which a token's experts may come.")
+    num_groups: Count = option(1, "Groups of experts, of equal size.")
+    groups_per_token: Count = option(1, "Groups that a token's experts may be in.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
     capacity_factor: Positive | None = option(None, "Maximum load in training, as a multiple of the mean load.")
 

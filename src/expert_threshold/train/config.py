@@ -20,7 +20,7 @@ class TrainConfig:
     steps: Count = option(1000, "Optimizer steps.")
     batch_size: Count = option(8, "Sequences in a micro-batch.")
     accumulation: Count = option(1, "Micro-batches in an optimizer step.")
-    seed: Annotated[int, Bounds(least=0, below=2**63)] = option(0, "Seed of the weights and of the data order.")
+    seed: Annotated[int, Bounds(least=0, below=2**63)] = option(0, "Seed of weights and data order.")
     device: DeviceName = option("auto", "Device to train on. auto picks cuda if available, else cpu.")
     dtype: DtypeName = option(
         "auto", "Dtype of matrix products. auto picks bfloat16 if the hardware supports it, else float32."
@@ -29,7 +29,7 @@ class TrainConfig:
     compile: CompileName = option(
         "auto", "Use torch.compile. auto does so, if it works, from 2·10¹⁴ FLOPs (GPU: 10¹⁶) in one process."
     )
-    log_every: Count = option(10, "Steps per line of training metrics. Each line holds means over its steps.")
+    log_every: Count = option(10, "Steps per line of metrics. Each line holds means over its steps.")
     eval_every: Count | None = option(
         250, "Steps between validations. The last step is also validated; none switches validation off."
     )

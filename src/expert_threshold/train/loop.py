@@ -120,7 +120,6 @@ def train(
     *,
     resume: bool = False,
     init_from: Path | None = None,
-    continue_warmup: bool = False,
     minutes: float | None = None,
     sample: Sample | None = None,
     text: Text | None = None,
@@ -131,13 +130,12 @@ def train(
 ) -> TrainResult:
     """Train a run in a folder that was created for it or, with `resume`, continue from its last checkpoint.
 
-    init_from: a run that provides the initial weights, cutoffs or biases, and tokenizer. With continue_warmup, its
-    steps also count towards the rule's warmup. minutes: a time budget, by which the number of steps is revised during
-    the run; see `budget`. With `resume`, more `config.steps` or a different number of minutes extends the run. sample:
-    writes text every `sample_every` steps. text: the result of `read_text` for these options, which several runs can
-    share. validated: called with the step and the loss of each validation; an exception from it ends the run. console:
-    where progress is shown; None shows nothing. title: the start of each line about steps.
-    rendezvous: the ranks that train together; each of them makes this call.
+    init_from: a run that provides the initial weights, cutoffs or biases, and tokenizer. minutes: a time budget, by
+    which the number of steps is revised during the run; see `budget`. With `resume`, more `config.steps` or a different
+    number of minutes extends the run. sample: writes text every `sample_every` steps. text: the result of `read_text`
+    for these options, which several runs can share. validated: called with the step and the loss of each validation; an
+    exception from it ends the run. console: where progress is shown; None shows nothing. title: the start of each line
+    about steps. rendezvous: the ranks that train together; each of them makes this call.
     On one of the signals in `interrupt`, finishes the step, saves and returns. Raises ValueError if options contradict
     each other, the run or the machine, and after ten skipped steps in a row. Raises OSError if the disk is full.
     Earlier checkpoints survive.
@@ -146,8 +144,6 @@ def train(
         raise ValueError(f"sample_every={config.sample_every} needs `sample`, which writes the text; pass it too")
     if resume and init_from is not None:
         raise ValueError(f"init_from={init_from} starts a new run; omit it to resume {folder.path}")
-    if continue_warmup and init_from is None:
-        raise ValueError("continue_warmup continues another run's warmup; name that run with --init-from")
     is_main = rendezvous is None or rendezvous.rank == 0
     sections = model.to_dict()
     options = sections["model"] | sections["rule"] | asdict(optim) | asdict(config)
@@ -163,9 +159,7 @@ def train(
             timeout=config.timeout,
         ) as parallel,
     ):
-        prepared = prepare(
-            folder, model, data, optim, config, resume, init_from, continue_warmup, minutes, display, parallel, text
-        )
+        prepared = prepare(folder, model, data, optim, config, resume, init_from, minutes, display, parallel, text)
         state = prepared.state
 
         def orphaned() -> bool:

@@ -58,7 +58,6 @@ def prepare(
     config: TrainConfig,
     resume: bool,
     init_from: Path | None,
-    continue_warmup: bool,
     minutes: float | None,
     display: Display,
     parallel: Parallel,
@@ -79,7 +78,6 @@ def prepare(
         record = folder.config | record
     else:
         record["init_from"] = None if init_from is None else str(init_from.resolve())
-        record["continue_warmup"] = continue_warmup
         record["command"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         if minutes is not None:
             record["time"] = {"minutes": minutes, "decisions": []}
@@ -102,7 +100,7 @@ def prepare(
     gpt = GPT(model, compute_dtype=dtype)
     gpt.activation_checkpointing = config.activation_checkpointing
     if source is not None:
-        display.say(_load_initial(gpt, source, bool(record.get("continue_warmup"))))
+        display.say(_load_initial(gpt, source))
     gpt.to(device).train()
     if saved is not None:
         load_weights(gpt, saved)
@@ -337,11 +335,8 @@ ARCHITECTURE = (
 )  # fmt: skip
 
 
-def _load_initial(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
-    """Load the weights of a run, and its rule's state if our rule can continue it; return a line that says so.
-
-    The steps of that run count towards our rule's warmup only with continue_warmup.
-    """
+def _load_initial(gpt: GPT, source: RunFolder) -> str:
+    """Load the weights of a run, and its rule's state if our rule can continue it; return a line that says so."""
     mine, theirs = gpt.config, GPTConfig.from_dict(source.config)
     shapes = {name: (vars(mine)[name], vars(theirs)[name]) for name in ARCHITECTURE}
     my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
@@ -354,8 +349,7 @@ def _load_initial(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
     said = [f"starts from the weights and the tokenizer of {source.path}, step {saved.step}"]
     for _, moe in gpt.moe_layers():
         assert theirs.rule is not None
-        if not continue_warmup:
-            moe.router.begin_run(theirs.rule.experts_per_token)
+        moe.router.begin_run(theirs.rule.experts_per_token)
     for layer, moe in gpt.moe_layers()[:1]:  # all layers have the same rule
         router, rule = moe.router, moe.router.rule
         assert theirs.rule is not None
@@ -364,7 +358,7 @@ def _load_initial(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
         if fields := router.state._fields:
             loaded = {f"blocks.{layer}.moe.router.state_{field}" for field in fields} <= weights.keys()
             said.append(f"the state of its rule is {'loaded' if loaded else 'not loaded'}")
-        said.append(rule.progress(router.state))
+        said.append(f"a new warmup of {rule.warmup} steps starts" if rule.warmup else "")
     return "; ".join(filter(None, [*said, "optimizers start with an empty state"]))
 
 

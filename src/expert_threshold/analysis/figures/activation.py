@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -10,13 +11,11 @@ import numpy as np
 
 from ...model.trace import Trace
 from ..material import Material
-from ..measures import fanout_distribution as shares_of
 from ..methods import Subject
 from ..plain import Data, NotShownError, array
-from ..results import moments
-from ..sentences import each, percent
-from .axes import fanout_bars, method_panels, whole_ticks
-from .study import Study, over_methods
+from ..sentences import each
+from .axes import method_panels, whole_ticks
+from .study import Study, of_each_method
 from .style import INK, ONE_LAYER, WIDE, Axes, Figure
 
 BINS = 20
@@ -30,17 +29,27 @@ MEAN: dict[str, Any] = {"color": INK, "linewidth": 1.8, "marker": "o", "markersi
 FANOUT = "routed experts per token"
 
 
-def fanout_by_position(material: Material) -> Data:
+def where_fanout_varies(compute: Callable[[Trace], Data]) -> Callable[[Material], Data]:
+    """Make the `compute` of a figure from a function of a trace, for methods in which fanout differs between tokens."""
+
+    @of_each_method
+    @wraps(compute)
+    def of_subject(material: Material, subject: Subject) -> Data:
+        if subject.rule.biased_top_k(subject.rule.init()) is not None:
+            raise NotShownError("every token has the same number of routed experts")
+        return compute(material.trace(subject))
+
+    return of_subject
+
+
+@where_fanout_varies
+def fanout_by_position(trace: Trace) -> Data:
     """Compute mean fanout by position in the window, per layer and over all layers."""
-
-    def compute(trace: Trace) -> Data:
-        edges = _position_edges(trace.context)
-        place = np.searchsorted(edges, trace.positions, side="right") - 1
-        layers = {layer: _means(place, trace.fanout(layer), len(edges) - 1) for layer in trace.layers}
-        centres = [(a + b - 1) / 2 for a, b in pairwise(edges)]
-        return {"x": centres, "layers": layers, "mean": np.mean(list(layers.values()), axis=0)}
-
-    return _where_fanout_varies(material, compute)
+    edges = _position_edges(trace.context)
+    place = np.searchsorted(edges, trace.positions, side="right") - 1
+    layers = {layer: _means(place, trace.fanout(layer), len(edges) - 1) for layer in trace.layers}
+    centres = [(a + b - 1) / 2 for a, b in pairwise(edges)]
+    return {"x": centres, "layers": layers, "mean": np.mean(list(layers.values()), axis=0)}
 
 
 def draw_fanout_by_position(data: Data) -> Figure:
@@ -64,18 +73,15 @@ def say_fanout_by_position(data: Data) -> str:
     return f"A window's first token and the tokens of its second half have mean fanouts over layers of {means}."
 
 
-def fanout_by_loss(material: Material) -> Data:
+@where_fanout_varies
+def fanout_by_loss(trace: Trace) -> Data:
     """Compute mean fanout by the loss on the next token, in bins of equally many tokens, per layer and overall."""
-
-    def compute(trace: Trace) -> Data:
-        known = np.isfinite(trace.losses)
-        losses = trace.losses[known]
-        parts = np.array_split(np.argsort(losses, kind="stable"), min(BINS, len(losses)))
-        layers = {layer: [trace.fanout(layer)[known][part].mean() for part in parts] for layer in trace.layers}
-        means = np.mean(list(layers.values()), axis=0)
-        return {"x": [losses[part].mean() for part in parts], "layers": layers, "mean": means}
-
-    return _where_fanout_varies(material, compute)
+    known = np.isfinite(trace.losses)
+    losses = trace.losses[known]
+    parts = np.array_split(np.argsort(losses, kind="stable"), min(BINS, len(losses)))
+    layers = {layer: [trace.fanout(layer)[known][part].mean() for part in parts] for layer in trace.layers}
+    means = np.mean(list(layers.values()), axis=0)
+    return {"x": [losses[part].mean() for part in parts], "layers": layers, "mean": means}
 
 
 def draw_fanout_by_loss(data: Data) -> Figure:
@@ -95,23 +101,20 @@ def say_fanout_by_loss(data: Data) -> str:
     return f"The 5 % of tokens with the lowest loss and the 5 % with the highest have mean fanouts of {means}."
 
 
-def loss_by_fanout(material: Material) -> Data:
+@where_fanout_varies
+def loss_by_fanout(trace: Trace) -> Data:
     """Compute mean loss by fanout, per layer and over all layers; missing for fewer than `FEWEST` of the tokens."""
-
-    def compute(trace: Trace) -> Data:
-        known = np.isfinite(trace.losses)
-        losses = trace.losses[known]
-        fanouts = {layer: trace.fanout(layer)[known] for layer in trace.layers}
-        fewest = max(round(FEWEST * len(known)), 1)
-        most = max(fanout.max(initial=0) for fanout in fanouts.values())
-        layers = {layer: _means(fanout, losses, most + 1, fewest) for layer, fanout in fanouts.items()}
-        every = np.concatenate(list(fanouts.values()))
-        mean = _means(every, np.tile(losses, len(fanouts)), most + 1, fewest)
-        seen = int(np.flatnonzero(np.isfinite(mean)).max(initial=0)) + 1
-        layers = {layer: values[:seen] for layer, values in layers.items()}
-        return {"x": np.arange(seen), "layers": layers, "mean": mean[:seen]}
-
-    return _where_fanout_varies(material, compute)
+    known = np.isfinite(trace.losses)
+    losses = trace.losses[known]
+    fanouts = {layer: trace.fanout(layer)[known] for layer in trace.layers}
+    fewest = max(round(FEWEST * len(known)), 1)
+    most = max(fanout.max(initial=0) for fanout in fanouts.values())
+    layers = {layer: _means(fanout, losses, most + 1, fewest) for layer, fanout in fanouts.items()}
+    every = np.concatenate(list(fanouts.values()))
+    mean = _means(every, np.tile(losses, len(fanouts)), most + 1, fewest)
+    seen = int(np.flatnonzero(np.isfinite(mean)).max(initial=0)) + 1
+    layers = {layer: values[:seen] for layer, values in layers.items()}
+    return {"x": np.arange(seen), "layers": layers, "mean": mean[:seen]}
 
 
 def draw_loss_by_fanout(data: Data) -> Figure:
@@ -130,32 +133,6 @@ def say_loss_by_fanout(data: Data) -> str:
     return f"Tokens with the fewest and the most routed experts in a layer have mean losses of {each(data, clause)}."
 
 
-def fanout_distribution(material: Material) -> Data:
-    """Compute the share of tokens with 0, 1, … routed experts of a layer, mean over layers."""
-
-    def compute(subject: Subject) -> Data:
-        trace = material.trace(subject)
-        share = np.mean([shares_of(trace.assignment(layer)[None])[0].numpy() for layer in trace.layers], axis=0)
-        mean, std = moments(share)
-        return {"share": share, "mean": mean, "std": std}
-
-    return over_methods(material.routed, compute)
-
-
-def draw_fanout_distribution(data: Data) -> Figure:
-    """Draw the share of tokens by fanout, a panel for each method."""
-    figure, shown = method_panels(WIDE, data["methods"], 1.2, FANOUT, "% of tokens")
-    every, methods, strokes = zip(*shown, strict=True)
-    texts = [f"{entry['mean']:.2f} ± {entry['std']:.2f}" for entry in methods]
-    fanout_bars(every, [array(entry["share"]) for entry in methods], texts, [stroke["color"] for stroke in strokes])
-    return figure
-
-
-def say_fanout_distribution(data: Data) -> str:
-    parts = each(data, lambda e: f"{e['mean']:.2f} ± {e['std']:.2f}, with {percent(e['share'][0])} of the tokens at 0,")
-    return f"The fanout in a layer, as mean ± standard deviation over tokens, is {parts}."
-
-
 def _by_layer(data: Data, x: str, y: str, shift: float = 0) -> tuple[Figure, Axes]:
     """Draw a panel for each method: layers dashed, their mean solid. Return one of the axes, which all panels share.
 
@@ -170,17 +147,6 @@ def _by_layer(data: Data, x: str, y: str, shift: float = 0) -> tuple[Figure, Axe
             axes.plot(places, array(values), **ONE_LAYER)
         axes.plot(places, array(entry["mean"]), **(MEAN | {"color": stroke["color"]}))
     return figure, shown[0][0]
-
-
-def _where_fanout_varies(material: Material, compute: Callable[[Trace], Data]) -> Data:
-    """Apply `compute` to the trace of each method in which fanout differs between tokens."""
-
-    def of_subject(subject: Subject) -> Data:
-        if subject.rule.biased_top_k(subject.rule.init()) is not None:
-            raise NotShownError("every token has the same number of routed experts")
-        return compute(material.trace(subject))
-
-    return over_methods(material.routed, of_subject)
 
 
 def _position_edges(context: int) -> np.ndarray:
@@ -204,6 +170,4 @@ FIGURES = [
           fanout_by_position, draw_fanout_by_position, say_fanout_by_position),
     Study("fanout_by_loss", SECTION, "Fanout by loss", fanout_by_loss, draw_fanout_by_loss, say_fanout_by_loss),
     Study("loss_by_fanout", SECTION, "Loss by fanout", loss_by_fanout, draw_loss_by_fanout, say_loss_by_fanout),
-    Study("fanout_distribution", SECTION, "Distribution of fanout",
-          fanout_distribution, draw_fanout_distribution, say_fanout_distribution),
 ]  # fmt: skip

@@ -170,47 +170,22 @@ def marker(points: int) -> dict[str, Any]:
     return {"marker": "o"} if points == 1 else {}
 
 
-def layer_lines(axes: Axes, values: Mapping[int, Points]) -> None:
-    """Draw a line per layer, named beside the axes; of many, the first and the last."""
+def named_lines(
+    axes: Axes, lines: Mapping[str, Points], colours: Sequence[str] | None = None, number: str = ""
+) -> None:
+    """Draw lines, by default in the colours of layers, named beside the axes; of many, the first and the last."""
     drawn = []
-    for (layer, points), colour in zip(values.items(), layer_colours(len(values)), strict=True):
-        steps, thinned = np.array(points).T
-        steps, thinned = thin(steps, thinned, len(values))
-        drawn += axes.plot(steps, thinned, color=colour, linewidth=1.3, label=f"layer {layer}", **marker(len(steps)))
-    name_lines(axes, drawn if len(drawn) <= 6 else drawn[:: len(drawn) - 1])
+    for (name, points), colour in zip(lines.items(), colours or layer_colours(len(lines)), strict=False):
+        steps, values = np.array(points).T
+        steps, values = thin(steps, values, len(lines))
+        drawn += axes.plot(steps, values, color=colour, linewidth=1.3, label=name, **marker(len(steps)))
+    name_lines(axes, drawn if len(drawn) <= 6 else drawn[:: len(drawn) - 1], number)
 
 
 def expert_lines(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     """Draw a line over steps for each expert of values (steps, experts), in the colours of `expert_key`."""
     for expert, (points, colour) in enumerate(zip(values.T, expert_colours(values.shape[1]), strict=True)):
         axes.plot(steps, points, color=colour, linewidth=1, label=f"expert {expert}", **marker(len(steps)))
-
-
-def by_layer(data: Data, name: str, title: str, width: float) -> tuple[Figure, Axes]:
-    """Draw `data`'s values under `name` over layers, a line for each method."""
-    figure, axes = single(width, 2, title, "layer")
-    drawn = [
-        axes.plot(entry["layers"], array(entry[name]), **stroke, marker="o")[0]
-        for entry, stroke in zip(data["methods"], strokes(data["methods"]), strict=True)
-    ]
-    layers = sorted({layer for entry in data["methods"] for layer in entry["layers"]})
-    axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
-    axes.set_xticks(layers[:: -(-len(layers) // 8)])
-    name_lines(axes, drawn)
-    return figure, axes
-
-
-def fanout_bars(
-    every: Sequence[Axes], shares: Sequence[np.ndarray], texts: Sequence[str], colours: Sequence[str]
-) -> None:
-    """Draw the shares of tokens by fanout, in %, on panels with shared axes, each with a text in its corner."""
-    for axes, share, text, colour in zip(every, shares, texts, colours, strict=True):
-        axes.bar(np.arange(len(share)), 100 * share, width=0.82, color=colour)
-        axes.annotate(text, (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
-    seen = max(int(np.flatnonzero(share >= 0.001).max(initial=0)) for share in shares)
-    most = max(100 * share.max() for share in shares)
-    every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.25 * most))  # leaves room for the text
-    whole_ticks(every[0].xaxis)  # shared
 
 
 def heat(axes: Axes, values: np.ndarray, low: float = 0, high: float = 1) -> ScalarMappable:

@@ -17,7 +17,7 @@ from ..methods import Subject
 from ..plain import Data, NotShownError, array
 from ..sentences import each
 from .axes import colour_scale, heat, method_panels
-from .study import Study, over_methods
+from .study import Study, of_each_method
 from .style import INK, SMALL, WIDE, Figure
 
 MEASURES: dict[str, Callable[[Tensor, Tensor], float]] = {
@@ -28,26 +28,23 @@ MOST = 6
 """The most checkpoints compared, evenly chosen."""
 
 
-def routing_consistency(material: Material) -> Data:
+@of_each_method
+def routing_consistency(material: Material, subject: Subject) -> Data:
     """Compute every measure between any two checkpoints of a method over a fixed stream, as matrices (steps, steps)."""
+    steps = _chosen(subject.folder.checkpoints())
+    if len(steps) < 2:
+        raise NotShownError("it compares a run's checkpoints, of which there is one; train with --checkpoint-every")
 
-    def compute(subject: Subject) -> Data:
-        steps = _chosen(subject.folder.checkpoints())
-        if len(steps) < 2:
-            raise NotShownError("it compares a run's checkpoints, of which there is one; train with --checkpoint-every")
+    @cache
+    def assignment(step: int) -> Tensor:
+        trace = material.trace(subject, "start", step)
+        return torch.stack([trace.assignment(layer) for layer in trace.layers])
 
-        @cache
-        def assignment(step: int) -> Tensor:
-            trace = material.trace(subject, "start", step)
-            return torch.stack([trace.assignment(layer) for layer in trace.layers])
-
-        found: dict[str, Any] = {name: np.zeros((len(steps), len(steps))) for name in MEASURES}
-        for i, j in combinations_with_replacement(range(len(steps)), 2):
-            for name, measure in MEASURES.items():
-                found[name][i, j] = found[name][j, i] = measure(assignment(steps[i]), assignment(steps[j]))
-        return {"steps": steps, **found}
-
-    return over_methods(material.each("routing consistency", material.routed), compute)
+    found: dict[str, Any] = {name: np.zeros((len(steps), len(steps))) for name in MEASURES}
+    for i, j in combinations_with_replacement(range(len(steps)), 2):
+        for name, measure in MEASURES.items():
+            found[name][i, j] = found[name][j, i] = measure(assignment(steps[i]), assignment(steps[j]))
+    return {"steps": steps, **found}
 
 
 def draw_matrices(measure: str, data: Data) -> Figure:

@@ -37,7 +37,6 @@ def _stability(subject: Subject) -> Data:
     deviation = _experts(subject, "batch_cutoff", layer)[1] - means
     bound, (logged, distances) = _at_bounds(subject), expert_series(run.train, "cutoff_distance")[layer]
     return {
-        "exact": subject.rule.looks_ahead,
         "layer": layer,
         "warmup": run.warmup_steps,
         "steps": steps,
@@ -119,30 +118,26 @@ def draw_cutoff_stability(data: Data) -> Figure:
 
 
 def say_cutoff_stability(data: Data) -> str:
-    parts, layer = [], data["methods"][0]["layer"]
-    for entry in data["methods"]:
+    def clause(entry: Data) -> str:
         late = array(entry["steps"]) > 0.75 * entry["steps"][-1]
-        apart = float(np.nanmean(np.abs(array(entry["load"])[:, late] - 1)))
-        off = entry["distance"]
-        parts.append(
-            f"the batch cutoffs of {entry['method']} lie {off:.3f} from their running means"
-            f"{of_deviation(off, entry['score_std'])}, and its loads {percent(apart)} from the load aimed at"
+        apart = percent(float(np.nanmean(np.abs(array(entry["load"])[:, late] - 1))))
+        return (
+            f"the batch cutoffs of {entry['method']} lie {entry['distance']:.3f} from their running means"
+            f"{of_deviation(entry['distance'], entry['score_std'])}, and its loads {apart} from the load aimed at"
         )
-    text = f"Over the last quarter of the steps in layer {layer}, on average, {'; '.join(parts)}."
-    if (steps := max(entry["interval"] for entry in data["methods"])) > 1:
-        text += f" Each point, and each of these loads, is the mean of {steps} steps."
-    for entry in data["methods"]:
-        text += f" {entry['method']} routes by the batch cutoff, so its loads are exact." if entry["exact"] else ""
-    if (threshold := next((entry for entry in data["methods"] if not entry["exact"]), None)) is None:
+
+    methods = data["methods"]
+    clauses = "; ".join(map(clause, methods))
+    text = f"Over the last quarter of the steps in layer {methods[0]['layer']}, on average, {clauses}."
+    every = max(entry["interval"] for entry in methods)
+    if every > 1:
+        text += f" Each point, and each of these loads, is the mean of {every} steps."
+    bounds = {entry["method"]: entry["bound_share"] for entry in methods if entry["bound_share"] is not None}
+    if not bounds:
         return text
-    text += f" {threshold['method']} routes by the running mean, so the batch's deviation shows in the loads instead"
-    if threshold["bound"] is None:
-        return f"{text}."
-    if threshold["bound_share"] is None:
-        return f"{text}; no step after its warmup was recorded yet."
-    every = threshold["interval"]
     what = "steps and experts" if every == 1 else f"experts and intervals of {every} steps, at one step or more"
-    return f"{text}; after warmup a capacity bound decided in {percent(threshold['bound_share'])} of {what}."
+    shares = listed([f"{percent(share)} of {what} in {method}" for method, share in bounds.items()])
+    return f"{text} After warmup a capacity bound decided in {shares}."
 
 
 def warmup(material: Material) -> Data:

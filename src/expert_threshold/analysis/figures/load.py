@@ -15,13 +15,13 @@ from ...model import GPTConfig, flops_per_token, parameter_counts
 from ...model.trace import Trace
 from ...routing import kth_largest, take
 from ..material import Material
-from ..measures import best_expert_choice, best_token_choice, load_variation, routing_objective
+from ..measures import best_expert_choice, best_token_choice, routing_objective
 from ..measures import load_spread as spread_of
 from ..methods import Subject
 from ..plain import Data, NotShownError, array
-from ..sentences import each, listed, percent, pool_size
-from .axes import by_layer, draw_key, method_strokes, panels, ratio_axis, rows_of
-from .study import Study, over_methods
+from ..sentences import each, fixed, listed, percent, pool_size
+from .axes import draw_key, method_strokes, name_lines, panels, ratio_axis, rows_of, single
+from .study import Study, of_each_method, over_methods
 from .style import MUTED, NARROW, WIDE, Figure, strokes
 
 TOKENS_PER_EXPERT = (64, 256, 1024, 4096, 16384, 65536)
@@ -37,33 +37,34 @@ BATCH, BATCHES, LAYERS = 128, 4, 4
 """Tokens per batch, batches per layer and the most layers for which the optimum is computed."""
 
 
-def load_balance(material: Material) -> Data:
-    """Compute largest load / mean load, and the coefficient of variation, per layer under causal routing."""
-
-    def compute(subject: Subject) -> Data:
-        trace = material.trace(subject)
-        loads = torch.stack([trace.assignment(layer).sum(0) for layer in trace.layers])
-        return {"layers": trace.layers, "spread": spread_of(loads), "variation": load_variation(loads)}
-
-    return over_methods(material.routed, compute)
+@of_each_method
+def load_balance(material: Material, subject: Subject) -> Data:
+    """Compute largest load / mean load per layer under causal routing."""
+    trace = material.trace(subject)
+    loads = torch.stack([trace.assignment(layer).sum(0) for layer in trace.layers])
+    return {"layers": trace.layers, "spread": spread_of(loads)}
 
 
 def draw_load_balance(data: Data) -> Figure:
     """Draw largest load / mean load over layers, logarithmic."""
-    figure, axes = by_layer(data, "spread", "largest load / mean load", NARROW)
+    figure, axes = single(NARROW, 2, "largest load / mean load", "layer")
+    drawn = [
+        axes.plot(entry["layers"], array(entry["spread"]), **stroke, marker="o")[0]
+        for entry, stroke in zip(data["methods"], strokes(data["methods"]), strict=True)
+    ]
+    layers = sorted({layer for entry in data["methods"] for layer in entry["layers"]})
+    axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
+    axes.set_xticks(layers[:: -(-len(layers) // 8)])
     ratio_axis(axes)
+    name_lines(axes, drawn)
     return figure
 
 
 def say_load_balance(data: Data) -> str:
-    spreads = {  # None: the layer routes no token
-        entry["method"]: max((value for value in entry["spread"] if value is not None), default=None)
-        for entry in data["methods"]
-    }
-    parts = [f"{most:.2f} times the mean in {method}" for method, most in spreads.items() if most is not None]
-    silent = [method for method, most in spreads.items() if most is None]
-    texts = [f"In the worst layer the largest load is {listed(parts)}."] if parts else []
-    return " ".join([*texts, f"No token is routed in {listed(silent)}."] if silent else texts)
+    def worst(entry: Data) -> str:  # a dash where no token is routed
+        return fixed(max((value for value in entry["spread"] if value is not None), default=None), 2)
+
+    return f"In the worst layer the largest load over the mean is {each(data, worst)}."
 
 
 def objective(material: Material) -> Data:

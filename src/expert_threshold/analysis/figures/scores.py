@@ -16,7 +16,7 @@ from ..methods import Subject
 from ..plain import Data, NotShownError, array
 from ..sentences import each, listed, signed
 from .axes import log_ticks, method_panels, method_strokes, panels
-from .study import Study, over_methods
+from .study import Study, of_each_method
 from .style import GRID, INK, MUTED, SMALL, WIDE, Figure, strokes
 
 SEQUENCES, TOKENS = 3, 16
@@ -115,7 +115,8 @@ def say_rules_overview(data: Data) -> str:
     )
 
 
-def cutoff_law(material: Material) -> Data:
+@of_each_method
+def cutoff_law(material: Material, subject: Subject) -> Data:
     """Compute the spread of a pool's k-th largest score by pool size, in standard deviations of the expert's scores.
 
     Values are root mean squares over experts and layers. Pools are drawn from the trace, token by token and by text: a
@@ -123,25 +124,21 @@ def cutoff_law(material: Material) -> Data:
     law of 1/√N. `law`: √(p(1 − p)/N) / f(cutoff), expected for independent tokens, where p is an expert's share of the
     tokens and f the density of its scores at the cutoff.
     """
-
-    def compute(subject: Subject) -> Data:
-        trace = material.trace(subject)
-        share = subject.run.target
-        if share >= 1:
-            raise NotShownError("every expert takes every token")
-        smallest = max(SMALLEST, math.ceil(4 / share))
-        sizes = [size for power in range(30) if (size := smallest * 2**power) <= min(len(trace) // 8, LARGEST)]
-        if len(sizes) < 2:
-            raise NotShownError(f"it needs a trace of {16 * smallest} tokens or more; give more --tokens")
-        if any((scores[:1] == scores).all() for scores in map(trace.scores, trace.layers)):
-            raise NotShownError("its scores do not vary")
-        found = [_spreads(trace.scores(layer), sizes, share, trace.context) for layer in trace.layers]
-        by_token, by_text, law = (np.sqrt(np.mean(np.square(part), axis=(0, 2))) for part in zip(*found, strict=True))
-        spreads = {"by_token": by_token, "by_text": by_text, "law": law}
-        slopes = {"slope_by_token": _slope(sizes, by_token), "slope_by_text": _slope(sizes, by_text)}
-        return {"share": share, "tokens": sizes, **spreads, **slopes}
-
-    return over_methods(material.each("deviation of cutoffs", material.routed), compute)
+    trace = material.trace(subject)
+    share = subject.run.target
+    if share >= 1:
+        raise NotShownError("every expert takes every token")
+    smallest = max(SMALLEST, math.ceil(4 / share))
+    sizes = [size for power in range(30) if (size := smallest * 2**power) <= min(len(trace) // 8, LARGEST)]
+    if len(sizes) < 2:
+        raise NotShownError(f"it needs a trace of {16 * smallest} tokens or more; give more --tokens")
+    if any((scores[:1] == scores).all() for scores in map(trace.scores, trace.layers)):
+        raise NotShownError("its scores do not vary")
+    found = [_spreads(trace.scores(layer), sizes, share, trace.context) for layer in trace.layers]
+    by_token, by_text, law = (np.sqrt(np.mean(np.square(part), axis=(0, 2))) for part in zip(*found, strict=True))
+    spreads = {"by_token": by_token, "by_text": by_text, "law": law}
+    slopes = {"slope_by_token": _slope(sizes, by_token), "slope_by_text": _slope(sizes, by_text)}
+    return {"share": share, "tokens": sizes, **spreads, **slopes}
 
 
 def draw_cutoff_law(data: Data) -> Figure:
@@ -217,30 +214,27 @@ def _slope(sizes: Sequence[int], spreads: np.ndarray) -> float:
     return float(np.polyfit(np.log(sizes), np.log(spreads), 1)[0])
 
 
-def score_histograms(material: Material) -> Data:
+@of_each_method
+def score_histograms(material: Material, subject: Subject) -> Data:
     """Compute histograms of all and of assigned scores, of the first layer's first expert and the last layer's last."""
-
-    def compute(subject: Subject) -> Data:
-        trace = material.trace(subject)
-        shown = []
-        for layer, expert in ((trace.layers[0], 0), (trace.layers[-1], subject.run.rule["num_experts"] - 1)):
-            scores, taken = trace.scores(layer)[:, expert].numpy(), trace.assignment(layer)[:, expert].numpy()
-            edges = np.histogram_bin_edges(scores, bins=60)
-            cutoffs = subject.rule.thresholds(trace.state(layer))
-            shown.append(
-                {
-                    "layer": layer,
-                    "expert": expert,
-                    "edges": edges,
-                    "all": np.histogram(scores, edges)[0],
-                    "assigned": np.histogram(scores[taken], edges)[0],
-                    "cutoff": None if cutoffs is None else float(cutoffs[expert]),
-                    "skewness": float((((scores - scores.mean()) / max(scores.std(), 1e-12)) ** 3).mean()),
-                }
-            )
-        return {"tokens": len(trace), "experts": shown}
-
-    return over_methods(material.routed, compute)
+    trace = material.trace(subject)
+    shown = []
+    for layer, expert in ((trace.layers[0], 0), (trace.layers[-1], subject.run.rule["num_experts"] - 1)):
+        scores, taken = trace.scores(layer)[:, expert].numpy(), trace.assignment(layer)[:, expert].numpy()
+        edges = np.histogram_bin_edges(scores, bins=60)
+        cutoffs = subject.rule.thresholds(trace.state(layer))
+        shown.append(
+            {
+                "layer": layer,
+                "expert": expert,
+                "edges": edges,
+                "all": np.histogram(scores, edges)[0],
+                "assigned": np.histogram(scores[taken], edges)[0],
+                "cutoff": None if cutoffs is None else float(cutoffs[expert]),
+                "skewness": float((((scores - scores.mean()) / max(scores.std(), 1e-12)) ** 3).mean()),
+            }
+        )
+    return {"tokens": len(trace), "experts": shown}
 
 
 def draw_score_histograms(data: Data) -> Figure:

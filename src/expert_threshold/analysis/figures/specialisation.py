@@ -16,9 +16,9 @@ from ..measures import expert_token_ratio, mutual_information
 from ..methods import Subject
 from ..plain import Data, NotShownError, array
 from ..sentences import counted, each, listed, percent
-from .axes import PANEL, Strokes, by_layer, colour_scale, heat, panels, whole_ticks
+from .axes import PANEL, Strokes, colour_scale, heat, panels, whole_ticks
 from .study import Study, over_methods
-from .style import INK, MUTED, NARROW, SMALL, WIDE, Axes, Figure, expert_colours, monospaced, strokes
+from .style import INK, MUTED, SMALL, WIDE, Axes, Figure, expert_colours, monospaced, strokes
 
 CELLS = 108
 """The most tokens of a passage shown in cells: two or three rows on a wide page."""
@@ -125,20 +125,6 @@ def say_domain_shares(data: Data) -> str:
         f"With equally many tokens of every domain, an expert that ignores domains has {evenly} of each. One domain "
         f"has more than half of the tokens of {each(data, clause)}."
     )
-
-
-def draw_specialisation_summary(data: Data) -> Figure:
-    """Draw the information of the expert about the domain in bits, over layers."""
-    figure, axes = by_layer(data, "bits", "mutual information of expert and domain (bits)", NARROW)
-    axes.set_ylim(bottom=0)
-    return figure
-
-
-def say_specialisation_summary(data: Data) -> str:
-    entry = max(data["methods"], key=lambda entry: array(entry["bits"]).max())
-    bits = array(entry["bits"])
-    layer = entry["layers"][bits.argmax()]
-    return f"Experts are most specialised in layer {layer} of {entry['method']}, at {bits.max():.3f} bits."
 
 
 def passage_intensity(material: Material) -> Data:
@@ -327,8 +313,6 @@ def _passages(
 SECTION = "Specialisation"
 FIGURES = [
     Study("specialisation", SECTION, "Expert specialisation", specialisation, draw_specialisation, say_specialisation),
-    Study("specialisation_summary", SECTION, "Information of experts about the domain",
-          specialisation, draw_specialisation_summary, say_specialisation_summary),
     Study("domain_shares", SECTION, "Tokens of each expert by domain",
           domain_shares, draw_domain_shares, say_domain_shares),
     Study("passage_intensity", SECTION, "Computation over the text",

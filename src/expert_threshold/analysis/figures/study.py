@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from ..material import Material
@@ -34,3 +35,14 @@ def over_methods(subjects: Iterable[Subject], compute: Callable[[Subject], Data]
     if not methods:
         raise NotShownError(next(iter(left_out.values())))
     return {"methods": methods, "left_out": left_out}
+
+
+def of_each_method(compute: Callable[[Material, Subject], Data]) -> Callable[[Material], dict[str, Any]]:
+    """Make the `compute` of a figure from a function of one run: the data of each method with routed experts."""
+
+    @wraps(compute)
+    def of_all(material: Material) -> dict[str, Any]:
+        subjects = material.each(compute.__name__.replace("_", " "), material.routed)
+        return over_methods(subjects, partial(compute, material))
+
+    return of_all

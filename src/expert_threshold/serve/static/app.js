@@ -260,14 +260,6 @@ function listen() {
     clearTimeout(timer);
     timer = setTimeout(go, PAUSE);
   });
-  $("copy-text").addEventListener("click", () => {
-    $("text").select();
-    copy($("text").value, "Text copied.", "The text is selected; copy it by the keyboard.");
-  });
-  $("copy-link").addEventListener("click", () => {
-    link();
-    copy(location.href, "Link copied.", "The link is in the address bar.");
-  });
   addEventListener("keydown", (event) => {
     if (event.key === "Escape") release();
   });
@@ -276,16 +268,6 @@ function listen() {
     replace("");
     restore();
   });
-}
-
-/** Browsers let a page copy only over HTTPS or from this machine. */
-async function copy(text, done, otherwise) {
-  try {
-    await navigator.clipboard.writeText(text);
-    report(done);
-  } catch {
-    report(otherwise);
-  }
 }
 
 /** Undo the latest of: generating, a pinned expert, an open token. */
