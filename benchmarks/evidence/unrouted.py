@@ -1,10 +1,10 @@
-"""Counts the tokens that no expert takes, and measures their loss and what a floor of one expert per token changes.
+"""Counts the tokens without an expert, and measures their loss and the effect of a floor of one expert per token.
 
     python benchmarks/evidence/unrouted.py RUN [--tokens 400000]
 
-RUN routes by expert threshold. Prints one JSON object: for each layer the share of tokens without an expert, then the
-loss by the number of layers that gave a token none, and the loss with a floor, by which such a token goes to the expert
-whose cutoff it misses least. The difference has a standard error over documents.
+RUN must route by expert threshold. The script prints one JSON object: the fraction of tokens without an expert in each
+layer, the loss by the number of layers in which a token has no expert, and the loss with the floor, under which such a
+token goes to the expert whose cutoff it misses least. The standard error of the difference is over documents.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AtLeastOne(ExpertThreshold):
 
 @torch.no_grad()
 def losses(model: GPT, rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the loss of every token, (tokens,), and each layer's fanout, (layers, tokens)."""
+    """Return the loss of every token, (tokens,), and its fanout in every layer, (layers, tokens)."""
     found = []
     for tokens, targets in rows:
         output = model(tokens[None], targets[None], record=True)
@@ -50,7 +50,7 @@ def losses(model: GPT, rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tenso
 
 
 def measure(path: Path, most: int) -> dict[str, Any]:
-    """Return the numbers of a run. Raises ValueError if its rule is another."""
+    """Return the measurements of a run. Raises ValueError if its rule is not expert threshold."""
     folder = RunFolder.open(path)
     model, tokenizer = load_model(folder.path)
     text = pack(open_source(folder.section("data")["source"]), tokenizer, "validation")

@@ -191,7 +191,7 @@ def test_what_cannot_be_done_is_refused(
     for command, message in (
         ("", "name a subcommand: fineweb-edu, hub, core, tokenizer, tokenize"),
         ("fineweb", "unknown subcommand fineweb; did you mean fineweb-edu?"),
-        ("fineweb-edu --shards 0", "--shards 0: must be from 1 to 1822"),
+        ("fineweb-edu --shards 0", "--shards 0: give a number from 1 to 1822"),
         ("fineweb-edu --shard 3", "unknown option --shard; did you mean --shards?"),
         ("tokenizer", "fineweb-edu is not in"),
         ("tokenizer missing", "missing does not exist"),

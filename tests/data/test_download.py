@@ -155,7 +155,7 @@ def test_fineweb_edu_is_the_first_shards_and_the_last_for_validation(server: Ser
     assert [path.name for path in paths] == names
     assert left_over(tmp_path / "fineweb-edu") == names
     for shards in (0, 1823):
-        with pytest.raises(ValueError, match=rf"--shards {shards}: must be from 1 to 1822"):
+        with pytest.raises(ValueError, match=rf"--shards {shards}: give a number from 1 to 1822"):
             public.fetch_fineweb_edu(tmp_path, shards, no_progress)
 
 

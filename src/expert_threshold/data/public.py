@@ -207,7 +207,7 @@ def fetch_fineweb_edu(cache: Path, shards: int, progress: Progress) -> list[Path
     """Download the missing training shards and the validation split. Raises ValueError as `download` does."""
     if not 1 <= shards < FINEWEB_EDU_SHARDS:
         raise ValueError(
-            f"--shards {shards}: must be from 1 to {FINEWEB_EDU_SHARDS - 1}, the number of training shards; change it"
+            f"--shards {shards}: give a number from 1 to {FINEWEB_EDU_SHARDS - 1}, the number of training shards"
         )
     paths = fineweb_edu_shards(cache, shards)
     folder = require_writable(cache / FINEWEB_EDU)

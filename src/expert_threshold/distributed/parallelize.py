@@ -68,7 +68,7 @@ def _place(rows: int, shape: torch.Size, parallel: Parallel, split: bool) -> tup
 
 
 def _by_row(name: str, parameter: nn.Parameter, optim: OptimConfig) -> bool:
-    """Return True if each index of the first dimension is stepped independently. Muon needs a single matrix whole."""
+    """Return True if each index of the first dimension is stepped independently. Muon steps a matrix as a whole."""
     return parameter.ndim > 2 or not moves_matrices(name, parameter, optim)
 
 

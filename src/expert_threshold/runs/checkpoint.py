@@ -139,7 +139,7 @@ def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> F
 
 
 def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any], keep: int | None = None) -> None:
-    """Make the files that all ranks have written, with their fingerprints, the checkpoint of `step`.
+    """Commit the files that all ranks have written as the checkpoint of `step`. files: their fingerprints.
 
     keep: number of newest checkpoints to keep, or None for all; `step` is kept in any case. The target of a linked
     checkpoint is never removed.

@@ -322,7 +322,7 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # fails if installed inside another repository
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # fails in a repository that does not track this file
         return git("describe", "--always", "--dirty", "--abbrev=12")
     except (OSError, subprocess.SubprocessError):
         return None

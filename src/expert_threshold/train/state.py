@@ -1,7 +1,7 @@
 """The state that an optimizer step reads and updates and a checkpoint stores, including measurements of steps.
 
-Metrics are means of each step's values, so they do not depend on --log-every. Values computed from sums over steps
-would: the more steps are summed, the closer the largest load is to the mean load, and the batch cutoff to the cutoff.
+Metrics are means of each step's values, so they do not depend on --log-every. Values computed from sums over several
+steps would depend on it: summed loads differ less from their mean, and mean batch cutoffs less from the cutoff.
 """
 
 from __future__ import annotations
