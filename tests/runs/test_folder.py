@@ -18,10 +18,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import small_model, write_run
 from commands import edit
 from expert_threshold.data import Tokenizer
-from expert_threshold.model import GPT, GPTConfig
-from expert_threshold.routing import ExpertThreshold
+from expert_threshold.model import GPT
 from expert_threshold.runs import Metrics, RunFolder, load_model
 from expert_threshold.runs.folder import derive
 
@@ -46,28 +46,20 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_configuration_reads_back_as_written(run: RunFolder) -> None:
+def test_the_configuration_reads_back_as_written_and_holds_no_nan(run: RunFolder) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        run.write_config({"learning_rate": float("nan")})
     assert RunFolder.open(run.path).config == CONFIG
 
 
-def test_the_configuration_holds_no_nan(run: RunFolder) -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        run.write_config({"learning_rate": float("nan")})
-    assert run.config == CONFIG
-
-
-def test_a_full_disk_leaves_the_old_configuration(run: RunFolder) -> None:
-    with files_no_larger_than(50), pytest.raises(OSError, match=r"too large: .*config\.json"):
-        run.write_config({"seed": 1})
-    assert run.config == CONFIG
-    assert [path.name for path in run.path.iterdir()] == ["config.json"]
-
-
-def test_a_full_disk_leaves_the_old_tokenizer(run: RunFolder) -> None:
+def test_a_full_disk_leaves_the_old_configuration_and_tokenizer(run: RunFolder) -> None:
     run.write_config({"model": {"vocab_size": 257}})
     run.write_tokenizer(Tokenizer.train(["abc"], 257))
+    with files_no_larger_than(50), pytest.raises(OSError, match=r"too large: .*config\.json"):
+        run.write_config({"seed": 1})
     with files_no_larger_than(50), pytest.raises(OSError, match=r"too large: .*tokenizer\.json"):
         run.write_tokenizer(Tokenizer.train(["abcabc"], 258))
+    assert run.config == {"model": {"vocab_size": 257}}
     assert run.tokenizer().vocab_size == 257
     assert sorted(path.name for path in run.path.iterdir()) == ["config.json", "tokenizer.json"]
 
@@ -290,28 +282,17 @@ def test_a_lock_file_removed_between_open_and_lock_is_created_again(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, GPT]:
-    run = RunFolder.create(tmp_path_factory.mktemp("trained"))
-    rule = ExpertThreshold(num_experts=4, experts_per_token=1, warmup_steps=0)
-    config = GPTConfig(
-        vocab_size=257, context=16, layers=2, d_model=16, heads=2, kv_heads=2, d_expert=8, d_feed_forward=16, rule=rule
-    )
-    torch.manual_seed(0)
-    model = GPT(config)
-    tokens = torch.randint(257, (2, 16))
-    for weight in model.parameters():  # the zero-initialised ones too: every tensor must come back
-        weight.data.normal_()
-    run.write_config(config.to_dict())
-    Tokenizer.train(["abc"], 257).save(run.tokenizer_path)
-    for step in (1, 2):
-        model.update_rules(model(tokens).observations)
-        run.save_checkpoint(step, {"model": model.state_dict(), "optimizer": {"m": torch.zeros(3)}}, {})
+    model = small_model(steps=1)
+    run = write_run(tmp_path_factory.mktemp("trained"), model, step=1)
+    model.train().update_rules(model(torch.arange(32)[None]).observations)
+    run.save_checkpoint(2, {"model": model.state_dict(), "optimizer": {"m": torch.zeros(3)}}, {})
     return run, model
 
 
 def test_a_loaded_model_is_the_saved_one_in_evaluation_mode(trained: tuple[RunFolder, GPT]) -> None:
     run, model = trained
     loaded, tokenizer = load_model(run.path)
-    assert tokenizer.vocab_size == 257
+    assert tokenizer.vocab_size == 270
     assert not any(module.training for module in loaded.modules())
     expected, found = model.state_dict(), loaded.state_dict()
     assert expected.keys() == found.keys()
