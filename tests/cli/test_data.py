@@ -102,7 +102,7 @@ def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
         losses.append([record["loss"] for record in lines(run / "metrics.jsonl")])
     assert losses[0] == losses[1] != []
     other = ["train", *small, "--vocab-size", 271, "--data", tmp_path / "tokens", "--out", tmp_path / "other"]
-    refused(other, "vocab_size=271 but ", "of a vocabulary of 270; give --vocab-size 270")
+    refused(other, "vocab_size=271, but ", "have a vocabulary of 270; give --vocab-size 270")
 
 
 def test_more_shards_do_not_change_the_runs_that_began_before(
