@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from campaign import campaign, trials
+from commands import content
+from expert_threshold.cli import INTERRUPTED
 from expert_threshold.runs import RunFolder
 
 from .forks import EVERY, Ended, Fault, Forks, clear, outcome, require_whole
@@ -60,3 +63,40 @@ def test_a_killed_run_loses_an_interval_at_most_and_ends_as_if_undisturbed(
         assert outcome(run) == expected
 
     campaign(f"kill -9 while {moment}", trials, trial)
+
+
+@trials(40)
+def test_a_killed_export_leaves_nothing_or_the_whole_folder(trials: int, forks: Forks) -> None:
+    run, to = forks.folder / "exported run", forks.folder / "exports" / "model"
+    assert forks.run(forks.train(run)).code == 0
+    export = partial(forks.run, ["export", str(run), "--to", str(to)])
+    usual, expected, before = export(Fault(to.parent)), content(to), content(run)
+
+    def trial(chance: random.Random) -> None:
+        clear(to.parent)
+        assert export(Fault(to.parent, at=chance.randint(1, usual.changes))).code in (-signal.SIGKILL, 0)
+        if not to.exists():
+            assert export().code == 0
+        assert content(to) == expected
+        assert content(run) == before
+
+    campaign("kill -9 while exporting", trials, trial)
+
+
+@trials(20)
+def test_a_run_that_is_told_to_stop_saves_the_step_in_progress(trials: int, forks: Forks) -> None:
+    whole, run = forks.folder / "whole", forks.folder / "run"
+    usual = forks.run(forks.train(whole), Fault(whole))
+    expected = outcome(whole)
+
+    def trial(chance: random.Random) -> None:
+        clear(run)
+        seconds = chance.uniform(0.5, 1) * usual.seconds
+        ended = forks.run(forks.train(run), Fault(run, seconds=seconds, signal=signal.SIGTERM))
+        saved = max(require_whole(run), default=0)
+        assert ended.code == (0 if saved else INTERRUPTED), ended.err  # before the first step there is nothing to save
+        assert steps_made(run) == saved
+        assert forks.run(forks.train(run)).code == 0
+        assert outcome(run)[2:] == expected[2:]  # the step at which it stopped was saved, too
+
+    campaign("SIGTERM", trials, trial)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +30,7 @@ from cases import RULES, small_model, small_tokenizer, write_run
 from expert_threshold.generate import decoder
 from expert_threshold.generate.engine import Engine, Request, Step
 from expert_threshold.model import GPT
-from served import ask, connect
+from served import Served, ask, connect, served
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
 
@@ -112,6 +113,45 @@ def report(title: str, server: Process, before: float) -> None:
     after = server.megabytes()
     print(f"\n{title}: {dict(sorted(server.statuses().items()))}; {before:.1f} MB before, {after:.1f} MB after")
     assert after - before < GROWTH
+
+
+VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 1, 3, 0.5, 1e308, 10**30, "", "small", "x" * 3000, "\ud800", "\0", [], [[]], [""], ["a"] * 99,
+    {}, [None], [0, 269], [10**9], {"include_usage": True},
+)  # fmt: skip
+
+
+@linux
+@trials(10_000)
+def test_mutated_requests_meet_no_5xx_and_no_growth(trials: int, server: Process) -> None:
+    """Fields of any value, bytes that flip, ends that are lost, other methods, paths and types of content."""
+    good = {
+        "model": "small",
+        "prompt": "the cat",
+        "max_tokens": 2,
+        "n": 1,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+    }
+    good |= {"seed": 1, "stop": ["a"], "logprobs": 2, "echo": True, "stream": False, "rate": 1, "user": "u"}
+    paths = ["/v1/models/x", "/health", "/", "/explorer/read", "/metrics", "/v1/completions/../models", "/%00"]
+
+    def trial(chance: random.Random) -> None:
+        body = good | {chance.choice([*good, "odd"]): chance.choice(VALUES) for _ in range(chance.randrange(4))}
+        data = bytearray(json.dumps(body).encode())
+        for _ in range(chance.choice([0, 0, 0, 1, 9])):
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        if chance.random() < 0.1:
+            del data[chance.randrange(len(data)) :]
+        path = "/v1/completions" if chance.random() < 0.8 else chance.choice(paths)
+        method = "POST" if chance.random() < 0.9 else chance.choice(["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "ODD"])
+        kind = "application/json" if chance.random() < 0.9 else chance.choice(["text/plain", "", "application/json;x"])
+        assert ask(server, path, bytes(data), method, Content_Type=kind).status < 500
+
+    before = server.megabytes()
+    campaign.campaign("mutated requests", trials, trial)
+    report("mutated requests", server, before)
 
 
 @linux
@@ -253,3 +293,45 @@ def test_a_text_has_the_same_bits_whoever_shares_its_batch(trials: int) -> None:
             assert write(together, victim, company, chance) == alone
 
     campaign.campaign("batch invariance", trials, trial)
+
+
+@trials(200)
+def test_a_response_has_the_same_bytes_among_hostile_requests(trials: int) -> None:
+    """Other clients ask for all that the limits allow, for other rates and extreme sampling, and leave."""
+    extremes: dict[str, list[Any]] = {
+        "prompt": ["", "the cat " * 6, ["the hat"] * 8, [269] * 40],
+        "max_tokens": [0, 20],
+        "temperature": [0, 1e-300, 1e300],
+        "top_p": [1e-300, 1],
+        "rate": [0, 1.5, 4],
+        "n": [1, 4],
+        "stop": [None, ["a", "e", "t"]],
+        "logprobs": [None, 20],
+        "echo": [False, True],
+        "stream": [False, True],
+    }
+
+    def text(server: Served, seed: int) -> Any:
+        body = {"model": "small", "prompt": "the cat", "max_tokens": 20, "seed": seed, "logprobs": 20, "echo": True}
+        return json.loads(ask(server, "/v1/completions", body).text)["choices"]
+
+    def hostile(server: Served, seed: float) -> None:
+        chance = random.Random(seed)
+        body = {"model": "small"} | {name: chance.choice(values) for name, values in extremes.items()}
+        connection = connect(server)
+        connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+        if chance.random() < 0.7:
+            assert connection.getresponse().status in (200, 400, 429)
+        connection.close()
+
+    with served(engine={"strict": True}) as server, ThreadPoolExecutor(8) as pool:
+
+        def trial(chance: random.Random) -> None:
+            seed = chance.randrange(1000)
+            alone = text(server, seed)
+            others = [pool.submit(hostile, server, chance.random()) for _ in range(chance.randint(2, 8))]
+            assert text(server, seed) == alone
+            for other in others:
+                other.result()
+
+        campaign.campaign("hostile co-batches", trials, trial)

@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import re
-import signal
 
 from campaign import campaign, trials
 from commands import content
@@ -42,25 +41,24 @@ def test_a_run_that_cannot_write_says_so_in_one_line_and_goes_on_where_it_can(tr
     campaign("failures of writing", trials, trial)
 
 
-@trials(60)
-def test_an_export_that_is_killed_or_cannot_write_leaves_nothing_or_the_whole_folder(trials: int, forks: Forks) -> None:
+@trials(20)
+def test_an_export_that_cannot_write_leaves_nothing(trials: int, forks: Forks) -> None:
     run, to = forks.folder / "exported run", forks.folder / "exports" / "model"
     assert forks.run(forks.train(run)).code == 0
     export = ["export", str(run), "--to", str(to)]
+    clear(to.parent)
     usual, expected, before = forks.run(export, Fault(to.parent)), content(to), content(run)
 
     def trial(chance: random.Random) -> None:
         clear(to.parent)
-        error = chance.choice([0, FULL, QUOTA, BROKEN])
+        error = chance.choice([FULL, QUOTA, BROKEN])
         ended = forks.run(export, Fault(to.parent, chance.randint(1, usual.changes), error))
-        if error and ended.code:
+        if ended.code:
             assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
             assert ended.err.startswith(f"et export: {to.parent}"), ended.err
             assert not to.exists()
-        assert ended.code in ((2, 0) if error else (-signal.SIGKILL, 0))
-        if not to.exists():
             assert forks.run(export).code == 0
         assert content(to) == expected
         assert content(run) == before
 
-    campaign("kill -9 and failures of writing while exporting", trials, trial)
+    campaign("failures of writing an export", trials, trial)
