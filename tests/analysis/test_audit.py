@@ -118,6 +118,13 @@ def test_a_dense_model_gives_no_alarm(seed: int) -> None:
     assert "no experts" in found.verdict
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_200_dense_models_give_no_alarm() -> None:
+    found = [audited(random_dense(seed)) for seed in range(200)]
+    assert [each.verdict for each in found if each.leaks] == []
+
+
 def random_dense(seed: int) -> Any:
     draw = random.Random(seed)
     name = draw.choice(list(DENSE))
