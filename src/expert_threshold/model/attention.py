@@ -424,6 +424,7 @@ class Attention(nn.Module):
             projected = _AddToLast.apply(projected, self._value_embeddings(x, tokens).flatten(2))
         projected = projected.unflatten(-1, (-1, self.head_dim))
         output: Tensor
+        # The kernel knows only these arguments. A new option of attention must be passed, or keep the kernel out.
         if span is None and (kernel := override("attention", projected)) is not None:
             output = self.output(kernel(projected, cos, sin, kv_heads, self.window, self.key_offset).flatten(2))
             return output

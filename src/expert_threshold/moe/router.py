@@ -159,7 +159,7 @@ class Router(nn.Module):
         if not pasts or all(field is None for past in pasts for field in past):
             return self._route_after(scores, RoutingHistory())
         thresholds = [past.thresholds for past in pasts if past.thresholds is not None]
-        if len(thresholds) == len(pasts):
+        if len(thresholds) == len(pasts):  # rows with different states or rates, which `rule.route` takes one by one
             experts = self.rule.num_experts
             gates = weights_of("sigmoid" if self.rule.sigmoid_gates else "softmax", scores)[..., :experts]
             assignment = scores[..., :experts] > torch.stack(thresholds)[:, None]

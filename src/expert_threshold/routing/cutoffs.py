@@ -237,11 +237,12 @@ GatesOf = Callable[[Tensor, Tensor], Tensor]
 """`Gated.gates_of`: gates (batch, time, experts) from scores (batch, time, num_scores) and the assignment."""
 
 
-def route_by_cutoff(scores: Tensor, gates_of: GatesOf, cutoff: Tensor, experts_per_token: float) -> Routing:
+def route_in_inference(scores: Tensor, gates_of: GatesOf, cutoff: Tensor, experts_per_token: float) -> Routing:
     """Return the routing z = 1{r > c}, based only on each token's own scores (paper, Eq. 6; Algorithm 1, line 3).
 
     scores: (batch, time, num_scores), with the experts' scores first.
     """
+    # `Router.infer` with thresholds of each row, and the decoder of `kernels/cpu`, make the same comparison.
     assignment = scores[..., : len(cutoff)] > cutoff
     gates = gates_of(scores, assignment)
     target = scores[..., 0].numel() * experts_per_token / len(cutoff)
@@ -261,7 +262,7 @@ def route_by_cutoff(scores: Tensor, gates_of: GatesOf, cutoff: Tensor, experts_p
     return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
 
-def route_by_cut(
+def route_in_training(
     scores: Tensor, gates_of: GatesOf, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor
 ) -> Routing:
     """Return the routing that takes each pool's tokens up to its cut, with drops and fills relative to `cutoff`.
@@ -280,7 +281,7 @@ def route_by_cut(
         gates,
         target=k * scores[..., 0].numel() / max(pools.tokens, 1),
         pools=above.new_full((), len(pools.scores)),
-        cutoff_sum=kth.score.sum(0),
+        cutoff_sum=kth.score.sum(0),  # not of the clamped cut: where scores drift, the mean must leave the bounds
         raw_load=above.sum(0),
         dropped=excess.clamp(min=0).sum(0),
         filled=(-excess).clamp(min=0).sum(0),
@@ -334,11 +335,11 @@ class ByCutoff(Gated):
     ) -> Routing:
         """Return the routing by `cut` in training, else z = 1{r > c}. scores: (batch, time, num_scores) float32."""
         if not training:
-            return route_by_cutoff(scores, self.gates_of, cutoff(state), self.experts_per_token)
+            return route_in_inference(scores, self.gates_of, cutoff(state), self.experts_per_token)
         pools = form_pools(self.without_nulls(scores), self.pool, group)
         ks = bounds(pools.tokens, self.experts_per_token, self.num_experts, self.slack)
         cut, kth = self.cut(pools, ks, state)
-        return route_by_cut(scores, self.gates_of, pools, cut, k=ks[0], kth=kth, cutoff=cutoff(state))
+        return route_in_training(scores, self.gates_of, pools, cut, k=ks[0], kth=kth, cutoff=cutoff(state))
 
     def update(self, state: CutoffState, observation: Observation) -> CutoffState:
         return update_cutoff(state, observation, self.decay, self.debias)

@@ -45,7 +45,11 @@ class ExpertThreshold(ByCutoff):
 
     num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(1, "Mean number of routed experts per token.")
-    decay: Decay = option(0.999, "Decay β of the cutoffs' running mean. Presets scale it to their number of steps.")
+    decay: Decay = option(
+        0.999,
+        "Decay β of the cutoffs' running mean. Presets scale it to their number of steps. "
+        "Where short runs default to the trend, a decay selects the mean.",
+    )
     warmup_steps: NonNegativeInt = option(
         4000,
         "Steps of expert choice before cutoffs decide. Presets use 4000 for runs of at least the paper's 19,073 steps, "

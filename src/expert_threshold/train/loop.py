@@ -68,6 +68,8 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
         if micro_batch == local.accumulation - 1:
             shards.begin_last_backward()
         output = state.forward(*(to_device(part, state.device) for part in batch))
+        # Gradients are summed over ranks, so each rank divides by all. Experts split over ranks need no other factor:
+        # their owner receives the rows of every rank in its group, and the other groups' gradients are summed to it.
         loss, cross_entropy = (each / micro_batches for each in losses(local, output, batch.targets, state.loader))
         loss.backward()
         new = Sums(loss.detach(), cross_entropy.detach(), output.observations)
@@ -101,7 +103,7 @@ def losses(local: LocalBatch, output: Output, targets: Tensor, loader: Loader) -
     assert cross_entropy is not None
     if local.joint_mean:
         weight = int((targets >= 0).sum()) * local.ranks / max(loader.targets, 1)
-        if weight != 1:
+        if weight != 1:  # the rules' losses are means over all tokens, of which every rank has as many
             loss, cross_entropy = loss + (weight - 1) * cross_entropy, weight * cross_entropy
     return loss, cross_entropy
 
