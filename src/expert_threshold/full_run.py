@@ -19,7 +19,7 @@ from .train.log import say
 
 # An empty prompt, which opens a document; code; prose. None ends with a space, since tokens of words start with one:
 # after "def ", a model writes digits. Lower temperatures produce loops.
-PROMPTS = ("", "def __init__(self", "Return")
+PROMPTS = ("", "def read", "Return")
 TEMPERATURE = 0.9
 SAMPLE_TOKENS = 96
 
