@@ -1,4 +1,4 @@
-"""Options: dataclass fields with a help text, whose types carry their bounds. Values are checked and read from text."""
+"""Options: dataclass fields with a help text and bounds in their types. Values are checked, and parsed from text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Bounds(NamedTuple):
-    """Bounds of a number; None is unbounded. `Annotated[int, Bounds(least=1)]` is the type of the numbers within."""
+    """Bounds on a number; None means unbounded. `Annotated[int, Bounds(least=1)]` is the type of positive integers."""
 
     least: float | None = None
     above: float | None = None
@@ -46,7 +46,7 @@ Share = Annotated[float, Bounds(above=0, most=1)]
 
 
 def option(default: T, help: str) -> T:
-    """Return a dataclass field with this default; `--help` shows the text, one or two sentences."""
+    """Return a dataclass field with this default, and one or two sentences of help for `--help`."""
     return field(default=default, metadata={"help": help})
 
 
@@ -57,9 +57,9 @@ def kinds_of(record: type) -> dict[str, Any]:
 
 
 def require_valid(record: type, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first of a record's options that is unknown, of the wrong type or out of bounds.
+    """Raise ValueError for the first option that is unknown, or whose value has the wrong type or is out of bounds.
 
-    Fields that are not made by `option` may have any value.
+    Fields not defined with `option` may have any value.
     """
     known = {field.name: field for field in fields(record)}
     for name, value in values.items():
@@ -70,7 +70,7 @@ def require_valid(record: type, values: Mapping[str, Any]) -> None:
 
 
 def require_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless the type of the option `name`, with its bounds, allows the value."""
+    """Raise ValueError unless `kind`, a type with bounds, allows this value of the option `name`."""
     if not any(_allows(plain, bounds, value) for plain, bounds in alternatives(kind)):
         raise ValueError(f"{name}={value!r} must be {describe(kind)}")
 
@@ -102,7 +102,7 @@ def describe(kind: Any) -> str:
 
 
 def _allows(plain: Any, bounds: Bounds, value: Any) -> bool:
-    """Return True if the value is of this type and within the bounds; no text may be empty, no number infinite."""
+    """Return True if the value has this type and is within the bounds. Text must not be empty, nor numbers infinite."""
     if isinstance(plain, str):
         return bool(value == plain)
     if get_origin(plain) is tuple:
@@ -117,9 +117,9 @@ def _allows(plain: Any, bounds: Bounds, value: Any) -> bool:
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Return the value of a field's type that a value of a file is, or that text, typed or of a file, stands for.
+    """Return a value, given in a file or on the command line, as a field's type. Text may stand for any value.
 
-    Raises ValueError if there is none.
+    Raises ValueError if the type does not allow the value.
     """
     for plain, bounds in sorted(alternatives(kind), key=lambda each: each[0] is str):  # any text is a str
         with contextlib.suppress(ValueError):
@@ -143,7 +143,7 @@ def _read(plain: Any, value: Any) -> Any:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """Return a remedy for an unknown name: the known one that is close, else `otherwise`, or all of them.
+    """Return a remedy for an unknown name: the closest known name, else `otherwise`, or else a list of all names.
 
     Paths such as --optim.clip are compared by their last part.
     """
@@ -152,4 +152,4 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) 
     near = get_close_matches(name.rpartition(".")[2].lstrip("-"), last, 1)
     if near:
         return f"did you mean {last[near[0]]}?"
-    return f"there are {', '.join(known)}" if otherwise is None else otherwise
+    return f"choose from {', '.join(known)}" if otherwise is None else otherwise

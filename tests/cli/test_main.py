@@ -230,7 +230,7 @@ def test_a_prompt_may_be_any_text(arguments: list[str]) -> None:
 USAGE: list[tuple[str, list[str]]] = [
     ("", ["name a command", "et --help"]),
     ("tarin", ["unknown command tarin", "did you mean train?"]),
-    ("xyz", ["unknown command xyz", "there are train, plan, generate"]),
+    ("xyz", ["unknown command xyz", "choose from train, plan, generate"]),
     ("train --eval_every 3", ["unknown option --eval_every", "did you mean --eval-every?"]),
     ("train --stepz 3", ["unknown option --stepz", "did you mean --steps?"]),
     ("train --zzzzzz 3", ["unknown option --zzzzzz", "see et train --help"]),
@@ -265,7 +265,7 @@ USAGE: list[tuple[str, list[str]]] = [
     ("generate", ["arguments are required: RUN", "see et generate --help"]),
     ("generate missing", ["missing", "no such run folder"]),
     ("train --d-model 31", ["model.d_model=31 cannot be divided into heads", "a multiple of that"]),
-    ("compare --rules all,dense", ["--rules all: unknown; there are dense, token_choice"]),
+    ("compare --rules all,dense", ["--rules all: unknown; choose from dense, token_choice"]),
     ("analyze . --figures warm", ["--figures warm: unknown; did you mean warmup?"]),
     ("analyze . --tokens 1", ["--tokens: expected a whole number of at least 2, not 1"]),
     ("analyze . --gsm8k missing", ["--gsm8k missing: does not exist"]),

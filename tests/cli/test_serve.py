@@ -59,7 +59,7 @@ def test_a_run_is_served_until_the_server_is_interrupted(path: Path) -> None:
 def test_a_port_in_use_is_refused_before_anything_starts(path: Path, refused: Refused) -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
-        refused(["serve", path, "--port", port], f"--port {port}: in use at 127.0.0.1")
+        refused(["serve", path, "--port", port], f"--port {port}: already in use on 127.0.0.1")
 
 
 def test_a_host_that_is_allowed_already_is_named_once(path: Path) -> None:

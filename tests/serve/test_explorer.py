@@ -164,10 +164,10 @@ def test_each_run_reads_for_itself() -> None:
     ("content", "status", "says"),
     [
         (b"[]", 400, "JSON object"),
-        ({"run": "large"}, 404, "no run of that name; use small"),
+        ({"run": "large"}, 404, "no run with that name; use small"),
         ({"run": ["small"]}, 404, "no run"),
         ({"text": None}, 400, "text=None should be a valid string"),
-        ({"text": "the " * 64}, 400, "tokens, BOS included, and small reads at most 64; shorten it"),
+        ({"text": "the " * 64}, 400, "tokens, BOS included, and small accepts at most 64; shorten it"),
         ({"max_tokens": -1}, 400, "max_tokens=-1 should be greater than or equal to 0"),
         ({"seed": -1}, 400, "seed"),
         ({"rate": 5}, 400, "rate"),

@@ -328,7 +328,7 @@ def test_a_full_context_is_reported_and_its_view_kept(page: Page) -> None:
     page.until("document.querySelector('.panel .error:not([hidden])')")
     assert page.run(FIELD) == text
     assert page.run(f"{TOKENS.format(1)}.length") == 512
-    assert "0 left of the context" in page.run("document.querySelector('.numbers').textContent")
+    assert "0 left in the context" in page.run("document.querySelector('.numbers').textContent")
     forget_refusals(page, 1)
 
 

@@ -1,4 +1,4 @@
-"""The output of `et analyze`: files for each figure, and a page with all figures and a sentence about each."""
+"""The output of `et analyze`: files for each figure, and a page that shows all figures, each with a sentence."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from .sentences import counted, listed, short
 def write_atlas(material: Material, out: Path, studies: Sequence[Study], say: Callable[[str], None]) -> Path:
     """Write each figure as PNG and SVG, with its data as JSON, and report.html into `out`; return the report's path.
 
-    say: called with a line about each figure. A figure that fails is named there and on the page. Raises ValueError if
-    matplotlib is missing, or figures failed and none was drawn.
+    say: called with a line about each figure. A figure that fails is reported there and on the page. Raises ValueError
+    if matplotlib is missing, or if figures failed and none was drawn.
     """
     with style():
         pass  # fails early without matplotlib
@@ -65,7 +65,7 @@ def write_atlas(material: Material, out: Path, studies: Sequence[Study], say: Ca
 
 
 def save(study: Study, computed: Data, out: Path, partly: list[LeftOut]) -> Exhibit:
-    """Draw and save a figure with its data. Methods that it leaves out are added to `partly`, with reasons."""
+    """Draw and save a figure with its data. Omitted methods are added to `partly`, with reasons."""
     content = to_json(plain(computed), indent=1)
     data = json.loads(content)  # draw from the same rounded numbers as the file
     replace_file(out / f"{study.name}.json", (content + "\n").encode())
@@ -101,15 +101,15 @@ def render(
 
 
 def _incomplete(material: Material) -> str:
-    """Return the runs left out and the unfinished runs that are shown."""
+    """Return paragraphs on the runs left out and on the unfinished runs that are shown."""
     _, left_out, unfinished = material.selection
-    parts = {f"{counted(len(left_out), 'run')} left out": left_out, "Shown as far as they went": unfinished}
+    parts = {f"{counted(len(left_out), 'run')} left out": left_out, "Unfinished, shown as far as they got": unfinished}
     lines = {what: "; ".join(f"{path}: {why}" for path, why in runs.items()) for what, runs in parts.items()}
     return "".join(text(f"{what}: {line}.") for what, line in lines.items() if line)
 
 
 def _results(material: Material) -> str:
-    """Return the results of each method in the table of `et compare`."""
+    """Return the results of each method, as the table of `et compare`."""
     results, without = [], []
     for method, subjects in material.methods.items():
         read = (read_result(s.folder, method, s.run.config["train"]["seed"]) for s in subjects)
@@ -124,7 +124,7 @@ def _results(material: Material) -> str:
 
 
 def _runs(subjects: Sequence[Subject], out: Path) -> str:
-    """Return the table of analysed runs, with links to their reports."""
+    """Return a table of the analysed runs, with links to their reports."""
     head = ("run", "method", "seed", "step", "tokens", "parameters", "active")
     rows = []
     for subject in subjects:

@@ -1,4 +1,4 @@
-"""An audit of a language model from text alone: the use of its experts, and whether it is causal."""
+"""Audits a language model from text alone: how it uses its experts, and whether it is causal."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from .plain import plain
 from .sentences import counted, listed
 
 ROWS, TIME = 4, 48
-"""The batch on which causality is judged."""
+"""The shape of the batch on which causality is tested."""
 LEAST = 16
-"""The fewest tokens of a text."""
+"""The minimum number of tokens of a text."""
 BATCH, WINDOW = 8, 512
-"""The batches in which loads are measured; a model with a shorter context has shorter windows."""
+"""The shape of the batches on which loads are measured; a shorter context shortens the windows."""
 PAIRS, SHARED = 8, 5
-"""The most pairs of experts that are listed, and the fewest tokens of a pair."""
+"""The maximum number of listed pairs of experts, and the minimum number of tokens that a pair shares."""
 CHANGES = {"neighbours": "neighbours in the batch", "chunks": "chunks of the prefill"}
 
 
 class Layer(NamedTuple):
     """The use of a layer's experts. router: its name.
 
-    load: tokens of each expert, by text; spread: busiest / mean; entropy: of the loads, 1 if all are equal; dead:
-    experts without tokens; fanout_counts: tokens by their number of experts; drift: how far the mean score of an expert
-    moves between the halves of a text, in its standard deviations, root mean square over experts; pairs: (expert,
-    expert, tokens, ratio to the tokens expected if experts chose independently), those above 1; information: bits about
-    the text in the expert of a token.
+    load: tokens of each expert, by text. spread: largest load / mean load. entropy: of the loads, 1 if all are equal.
+    dead: experts without tokens. fanout_counts: number of tokens by fanout. drift: change of an expert's mean score
+    between the halves of a text, in its standard deviations, root mean square over experts. pairs: (expert, expert,
+    shared tokens, ratio to the number expected if experts chose independently) with a ratio above 1. information: bits
+    about the text in the expert of a token.
     """
 
     router: str
@@ -69,7 +69,7 @@ class Audit(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Return one line."""
+        """A one-line summary."""
         leaks, held = [], []
         for check in self.checks:
             what = CHANGES.get(check.what, check.what)
@@ -97,7 +97,7 @@ class Audit(NamedTuple):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON's types."""
+        """Return the findings, with the verdict, as JSON-compatible types."""
         layers, checks = ([part._asdict() for part in parts] for parts in (self.layers, self.checks))
         facts = {"leaks": self.leaks, "verdict": self.verdict, **self._asdict()}
         return dict(plain(facts | {"checks": checks, "layers": layers}))
@@ -113,11 +113,11 @@ def audit(
     name: str = "model",
     progress: Progress = lambda what: lambda done, total: None,
 ) -> Audit:
-    """Audit a causal language model, ours or one of transformers; the model keeps its mode.
+    """Audit a causal language model, ours or from transformers; the model keeps its mode.
 
-    tokenizer: encodes a text into ids. texts: documents by the text's name. tokens: those to measure loads on, shared
-    among the texts. training: route as in training; dropout stays off. Raises ValueError if the model returns no logits
-    or draws at random, or a text is too short.
+    tokenizer: encodes a text into ids. texts: documents by the name of the text. tokens: number of tokens to measure
+    loads on, divided among the texts. training: route as in training; dropout stays off. Raises ValueError if the model
+    returns no logits or its logits are random, or if a text is too short.
     """
     start = [tokenizer.bos] if isinstance(tokenizer, Tokenizer) else []
     ids: dict[str, Tensor] = {}
@@ -147,7 +147,7 @@ def _context(model: nn.Module) -> int:
 
 @contextmanager
 def _mode(model: nn.Module, tokens: Tensor, training: bool) -> Iterator[None]:
-    """Put the model into evaluation, or only its routers with what surrounds them into training, without dropout."""
+    """Put the model into evaluation mode; if training, put the MoE layers into training mode, without dropout."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -169,7 +169,7 @@ def measure(
     context: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Layer]:
-    """Return the use of experts in every layer with a router. ids: tokens by text, which are cut into windows."""
+    """Return the use of experts in every layer with a router. ids: tokens by text, which this cuts into windows."""
     sums: dict[str, _Sums] = {}
     texts = {}
     for text, tokens in ids.items():

@@ -1,4 +1,4 @@
-"""The page of an audit: its verdict, causality and the use of experts."""
+"""The page of an audit: the verdict, the checks of causality, and the use of experts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CAUSALITY = (
-    "Each change leaves positions that it may not reach. A position counts as changed if a logit moves by more than "
-    "rounding can, or, in float64, if the token goes to other experts."
+    "For each change there are positions that it must not affect. A position counts as changed if a logit changes by "
+    "more than rounding could explain, or, in float64, if the token goes to other experts."
 )
-LOADS = "Tokens of each expert over the mean of its layer, in each text; grey: none."
+LOADS = "The tokens of each expert divided by the mean of its layer, in each text. Grey: no tokens."
 LAYERS = (
-    "Entropy is that of the loads, 1 if all are equal. Drift is how far the mean score of an expert moves between the "
-    "halves of a text, in standard deviations. Bits are the information about the text in the expert of a token. Pairs "
-    "are experts that share more tokens than if they chose independently, with the ratio."
+    "Entropy is the entropy of the loads, 1 if all are equal. Drift is how much the mean score of an expert changes "
+    "between the halves of a text, in standard deviations. Bits are the information about the text in the expert of a "
+    "token. Pairs are experts that share more tokens than independent choices would give, with the ratio."
 )
 
 
@@ -70,7 +70,7 @@ def _layers(audit: Audit) -> str:
 
 
 def draw_loads(audit: Audit) -> Figure:
-    """Draw load / mean load, a row for each layer, in a panel for each text."""
+    """Draw load / mean load, with a row for each layer and a panel for each text."""
     texts = list(audit.layers[0].load)
     figure, every = panels(WIDE, texts, min(0.25 * len(audit.layers) + 0.5, 6), "expert", "layer")
     for axes, name in zip(every, texts, strict=True):

@@ -1,7 +1,7 @@
-"""Causality of any language model, judged as a black box: what may not matter is changed, and logits are compared.
+"""Black-box test of a language model's causality: inputs that must not matter are changed, and logits compared.
 
-Where memory allows, the model is computed in float64: there kernels of other batch sizes differ by far less than any
-leak, and no choice of experts depends on rounding.
+If memory allows, the model is computed in float64: then kernels for other batch sizes differ by far less than any leak,
+and no choice of experts depends on rounding.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ..model import GPT
 from ..routing import Routing
 
 FACTOR = 4
-"""The tolerance, in multiples of the largest change under the errors that were tried."""
+"""The tolerance, in multiples of the largest change that the simulated rounding errors caused."""
 LOGITS = ""
-"""The key of the logits among results; the other keys are names of routers."""
+"""The key of the logits in `Results`; all other keys are names of routers."""
 
 Results = dict[str, Tensor]
-"""Logits (rows, time, vocab), and by router its assignment (rows, time, experts)."""
+"""Logits (rows, time, vocab), and the assignment (rows, time, experts) of each router by its name."""
 
 
 def routing_of(module: Any, output: Any) -> tuple[Tensor, Tensor] | None:
     """Return scores and assignment, both (tokens, experts), if this is the output of a router, else None.
 
-    Routers return a `Routing`, or as in transformers a tuple of scores (tokens, experts), weights and ids (tokens, K),
-    or, like Switch, scores and a mask of experts.
+    Our routers return a `Routing`. Routers of transformers return a tuple of scores (tokens, experts), weights and ids
+    (tokens, K), or, as in Switch, of scores and a mask of experts.
     """
     if isinstance(output, Routing):
-        experts = module.rule.num_experts  # null slots and null scores come after them
+        experts = module.rule.num_experts  # null slots and null scores follow the experts
         return output.scores[..., :experts].flatten(0, 1), output.assignment[..., :experts].flatten(0, 1)
     parts = [part for part in output if isinstance(part, Tensor)] if isinstance(output, tuple) else []
     parts = [part.reshape(-1, part.shape[-1]) for part in parts if part.ndim > 1]
@@ -50,13 +50,13 @@ def routing_of(module: Any, output: Any) -> tuple[Tensor, Tensor] | None:
     weights = next((part for part in numbers if part is not scores and part.shape == chosen.shape), None)
     if weights is None:
         return (scores, chosen.bool()) if chosen.shape == scores.shape else None
-    counted = (weights != 0).to(scores.dtype)  # a token with fewer experts than others has weights 0
+    counted = (weights != 0).to(scores.dtype)  # for a token with fewer experts, the remaining weights are 0
     return scores, torch.zeros_like(scores).scatter_add(1, chosen.long(), counted) > 0
 
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
-    """Record what each router does in every forward within the context, by the router's name, first layer first."""
+    """Record the scores and assignments of each router in every forward within the context, by name in layer order."""
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def note(name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -72,23 +72,23 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]
 
 
 def forward(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the logits of tokens (rows, time). mask: False for padding, which positions do not count."""
+    """Return the logits of tokens (rows, time). mask: False for padding, which does not count in positions."""
     accepted = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {}
     if mask is not None:
         options = {"attention_mask": mask.long(), "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
         if "attention_mask" not in accepted:
-            raise ValueError(f"{type(model).__name__} accepts no attention mask")
+            raise ValueError(f"{type(model).__name__} does not accept an attention mask")
     options["use_cache"] = False
     output = model(tokens, **{name: value for name, value in options.items() if name in accepted})
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.shape[:2] != tokens.shape:
-        raise ValueError(f"{type(model).__name__} returns no logits by token; give a causal language model")
+        raise ValueError(f"{type(model).__name__} does not return logits for each token; give a causal language model")
     return logits
 
 
 def forward_in_chunks(model: Any, tokens: Tensor, cuts: Sequence[int]) -> Tensor:
-    """Return the logits of tokens (rows, time) that are read in several forwards with a cache."""
+    """Return the logits of tokens (rows, time), computed in several forwards with a cache."""
     chunks = tokens.tensor_split(list(cuts), 1)
     if isinstance(model, GPT):
         cache = model.new_cache(*tokens.shape)
@@ -107,7 +107,7 @@ def forward_in_chunks(model: Any, tokens: Tensor, cuts: Sequence[int]) -> Tensor
 
 
 class _Exact(TorchDispatchMode):
-    """Computes in float64 what a model casts to a lower precision by its own choice: norms, softmax, scores."""
+    """Computes in float64 what a model itself casts to a lower precision, such as norms, softmax and scores."""
 
     def __enter__(self) -> _Exact:
         self.default = torch.get_default_dtype()
@@ -127,9 +127,9 @@ class _Exact(TorchDispatchMode):
 
 
 class Check(NamedTuple):
-    """The effect of one change on positions that it must not reach. largest: the largest change of a logit there.
+    """The effect of one change on positions that it must not affect. largest: the largest change of a logit there.
 
-    routers: by router, the number of these positions whose experts changed. reason: why the check could not run.
+    routers: the number of these positions whose experts changed, by router. reason: why the check could not run.
     """
 
     what: str
@@ -141,10 +141,10 @@ class Check(NamedTuple):
 
 
 class Probe:
-    """A model with the tokens (rows, time) that it is tried on; `base` is what it makes of them unchanged.
+    """A model with the tokens (rows, time) that it is tested on; `base` holds its results for the unchanged tokens.
 
     Computes in float64 if the weights fit into half of the memory, else in the model's own dtype. Raises ValueError if
-    logits are not numbers, or drawn at random.
+    logits are NaN or random.
     """
 
     def __init__(self, model: nn.Module, tokens: Tensor) -> None:
@@ -170,11 +170,11 @@ class Probe:
             if hasattr(self.model, "set_experts_implementation"):
                 self.model.set_experts_implementation("eager")  # torch's grouped products have no float64
             self.see(partial(forward, tokens=self.tokens))
-        except Exception:  # of other operations without float64, by any type of error
+        except Exception:  # other operations without float64 raise any type of error
             self.model, self.exact = model, False
 
     def see(self, compute: Callable[[Any], Tensor]) -> Results:
-        """Return the results of a function of the model."""
+        """Return the logits that `compute` returns, and the assignments made meanwhile."""
         # inference_mode would hide the casts inside composite operations
         with torch.random.fork_rng(), torch.no_grad(), watched(self.model) as found:
             torch.manual_seed(self.seed)
@@ -185,9 +185,9 @@ class Probe:
         return {LOGITS: logits} | {n: choice for n, choice in choices.items() if choice.shape[1] == logits.shape[1]}
 
     def _measure_tolerance(self) -> float:
-        """Return a bound on what rounding changes: 4 × the largest change of a logit when the output of each module is
-        off by one unit in the last place: in float64, of float32, since constants may be stored in float32. Nothing
-        that leaks enters, since tokens, batch and shapes stay.
+        """Return a bound on the effect of rounding: 4 × the largest change of a logit when the output of each module is
+        off by one unit in the last place. In float64 it is float32's, since constants may be stored in float32. Leaks
+        do not enter, since tokens, batch and shapes stay the same.
         """
         step = torch.finfo(torch.float32 if self.exact else self.dtype).eps
         generator = torch.Generator().manual_seed(0)
@@ -205,16 +205,16 @@ class Probe:
         self.seed = 1
         again = float(self._apart(self.see(partial(forward, tokens=self.tokens))).max())
         if again > FACTOR * max(shaken):
-            raise ValueError(f"the same tokens twice give logits {again:.2g} apart; switch off what draws at random")
+            raise ValueError(f"logits of the same tokens differ by {again:.2g} between calls; switch off random draws")
         return FACTOR * max(shaken)
 
     def _apart(self, seen: Results) -> Tensor:
-        """Return the largest change of a logit at each position (rows, time); infinite if one is no number."""
+        """Return the largest change of a logit at each position (rows, time); infinite if a logit is NaN."""
         new, old = seen[LOGITS], self.base[LOGITS]
         return torch.where(new == old, 0, (new - old).abs()).amax(-1).nan_to_num(nan=torch.inf)
 
     def _trials(self) -> Iterator[tuple[str, Callable[[Any], Tensor], Callable[[Tensor], Tensor], Tensor]]:
-        """Yield what is changed, the forward, how its results get to the places of `base`, and which are kept."""
+        """Yield what is changed, the forward, an alignment of its results with `base`, and the positions to compare."""
         tokens, other, rows, time = self.tokens, self.other, *self.tokens.shape
         place = torch.arange(time, device=tokens.device).expand(rows, time)
         row = torch.arange(rows, device=tokens.device)[:, None].expand(rows, time)
@@ -222,7 +222,7 @@ class Probe:
         def given(tokens: Tensor, mask: Tensor | None = None) -> Callable[[Any], Tensor]:
             return partial(forward, tokens=tokens, mask=mask)
 
-        for mine in (row == 0, row == rows - 1):  # one row, as changes in the others are those of neighbours
+        for mine in (row == 0, row == rows - 1):  # one row, since changes in other rows are changes of neighbours
             for cut in (time // 4, time // 2, time - 1):
                 earlier = mine & (place < cut)
                 yield "later tokens", given(tokens.where(earlier | ~mine, other)), Tensor.clone, earlier
@@ -246,7 +246,7 @@ class Probe:
             check = found.setdefault(what, Check(what))
             try:
                 seen = {name: put(result) for name, result in self.see(compute).items()}
-            except Exception as error:  # the model refuses it, by any type of error
+            except Exception as error:  # the model may reject it with any type of error
                 found[what] = check._replace(reason=" ".join(f"{type(error).__name__}: {error}".split())[:200])
                 continue
             apart = self._apart(seen).where(kept, 0)
@@ -265,7 +265,7 @@ class Probe:
 
 
 def _memory(device: torch.device) -> float:
-    """Return the bytes of memory where float64 can be computed."""
+    """Return the bytes of memory on a device that supports float64, else 0."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if device.type == "cpu" else 0.0

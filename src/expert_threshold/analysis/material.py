@@ -31,22 +31,22 @@ from .results import by_method
 Item = TypeVar("Item")
 
 DOMAINS = {"code": "HumanEval", "math": "GSM8K"}
-"""The paper's domains, and the question sets that represent them."""
+"""The paper's domains and the question sets that represent them."""
 STREAMS = ("validation", "start")
-"""Streams of every run: its validation text and the first quarter of it."""
+"""The streams that every run has: its validation text, and the first quarter of it."""
 PASSAGE = 384
-"""The most tokens of a passage shown as text."""
+"""The maximum number of tokens of a passage shown as text."""
 
 
 class Domain(NamedTuple):
-    """A text to compare experts on. known_as: the question set that it is; empty for a text of the user's."""
+    """A text to compare experts on. known_as: the name of the question set; empty for a user's own text."""
 
     source: str
     known_as: str = ""
 
 
 class Streams(NamedTuple):
-    """Sources of text. source: traces all runs; None is each run's own validation split. domains: by name."""
+    """Sources of text. source: traces all runs; None uses each run's own validation split. domains: by name."""
 
     source: str | None
     tokens: int
@@ -78,7 +78,7 @@ class Material:
 
     @cached_property
     def compared(self) -> list[list[Subject]]:
-        """The runs of each method; ablations of the shared expert or the norm only if there is nothing else."""
+        """The runs of each method, without ablations of the shared expert or the norm unless there is nothing else."""
         every = list(self.methods.values())
         return [runs for runs in every if runs[0].ordinary] or every
 
@@ -89,7 +89,7 @@ class Material:
 
     @cached_property
     def routed(self) -> list[Subject]:
-        """The first runs that have routed experts. Raises NotShownError if there are none."""
+        """The first run of each compared method with routed experts. Raises NotShownError if there is none."""
         found = [subject for subject in self.first_runs if subject.layers]
         if not found:
             raise NotShownError("no run has routed experts")
@@ -97,7 +97,7 @@ class Material:
 
     @property
     def focus(self) -> Subject:
-        """The run for figures of a single run: preferably one with cutoffs, then one causal in training."""
+        """The run for figures that show one run: preferably with cutoffs, then one that is causal in training."""
         return min(self.routed, key=lambda subject: (not subject.run.has_cutoffs, subject.rule.looks_ahead))
 
     def each(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
@@ -108,12 +108,12 @@ class Material:
             progress(done, len(items))
 
     def read_domains(self) -> None:
-        """Read the text of every domain, to refuse one before any work. Raises ValueError as `open_held_out`."""
+        """Open the text of every domain, to fail before any work is done. Raises ValueError as `open_held_out` does."""
         for domain in self.streams.domains.values():
             self._opened(domain.source, open_held_out)
 
     def trace(self, subject: Subject, stream: str = "validation", step: int | None = None) -> Trace:
-        """Return the trace of a checkpoint, the last by default, over a stream.
+        """Return the trace of a checkpoint, by default the last, on a stream.
 
         stream: `validation`, `start` (its first quarter) or a domain. Raises ValueError if the run is damaged or its
         text has changed.
@@ -123,9 +123,9 @@ class Material:
         return self._trace(subject, stream, cut_windows(self._read(subject, stream).ids, context, tokens), step)
 
     def passages(self, subject: Subject) -> dict[str, tuple[Trace, list[str]]]:
-        """Return name -> the trace of the start of a document, and each of its tokens as text.
+        """Return the trace of the start of a document and the text of each of its tokens, by the name of the text.
 
-        There is one document per available domain, or else one from the validation split. bos has no text.
+        There is one document per available domain, or else one from the validation split. BOS has an empty text.
         """
         streams = {domain.known_as or name: name for name, domain in self.streams.domains.items()}
         return {
@@ -145,11 +145,11 @@ class Material:
         ]
 
     def _read(self, subject: Subject, stream: str) -> Tokens:
-        """Return the stream's first tokens by the run's tokenizer, cached by text and tokenizer."""
+        """Return the first tokens of the stream under the run's tokenizer, cached by text and tokenizer."""
         corpus, tokenizer = self._corpus(subject, stream), subject.folder.tokenizer()
         key = corpus.hash, tokenizer.hash
         if key not in self._tokens:
-            # Windows need one more token, the last target.
+            # Windows need one more token for the last target.
             progress = self.progress(f"{corpus.name}: tokenizing")
             enough = self.streams.tokens + subject.run.model.context + 1
             self._tokens[key] = pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
@@ -196,7 +196,7 @@ class Material:
         return record_trace(model, windows, path, facts=facts, progress=self.progress(what))
 
     def _load(self, folder: RunFolder, step: int) -> tuple[GPT, Tokenizer]:
-        """Load the model of a checkpoint. The latest one stays loaded, because several streams follow each other."""
+        """Load the model of a checkpoint. It stays loaded until the next, since several streams follow."""
         if self._loaded is None or self._loaded[0] != (folder.path, step):
             self._loaded = None  # free the old model first
             self._loaded = (folder.path, step), load_model(folder.path, step, self.device, self.dtype)
@@ -204,9 +204,9 @@ class Material:
 
 
 def cut_windows(ids: Ids, context: int, tokens: int) -> Tensor:
-    """Cut the first `tokens` ids into windows (rows, context + 1) int32; each row ends with the next row's first id.
+    """Cut the first `tokens` ids into int32 windows (rows, context + 1); each row ends with the next row's first id.
 
-    Fewer ids than a window give one shorter window whose last target is IGNORED.
+    If there are fewer ids than a window needs, return one shorter window whose last target is IGNORED.
     """
     rows = min(tokens, len(ids) - 1) // context
     if rows == 0:

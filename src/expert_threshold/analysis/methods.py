@@ -1,4 +1,4 @@
-"""Grouping of runs by method, and the methods' names in figures."""
+"""Groups runs by method, and names the methods in figures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..runs import RunFolder
 from .records import Run, read_run, require_numbers
 from .sentences import listed
 
-# Options of the training loop that distinguish methods, and other options that do not. Losses compare on equal texts
-# only, so the text, by its hash rather than its path, and the tokens of its validation are among them.
+# Options of the training loop that distinguish methods, and options elsewhere that do not. Losses are only comparable
+# on the same text, so methods also differ by their text (by hash rather than path) and their validation tokens.
 _TRAINING = ("steps", "batch_size", "accumulation", "eval_tokens", "dtype")
 _ASIDE = ("model.dispatch", "data.source")
 _NAMES = {
@@ -28,7 +28,7 @@ _NAMES = {
 
 
 TEXT = 24
-"""The most characters of a text's name in a method's name."""
+"""The maximum number of characters of a text's name within a method's name."""
 
 
 class Subject(NamedTuple):
@@ -36,17 +36,17 @@ class Subject(NamedTuple):
 
     folder: RunFolder
     run: Run
-    kind: str  # of the rule, as `et compare` calls it; decides the colour
-    method: str  # as figures call it
+    kind: str  # the name of the rule in `et compare`; decides the colour
+    method: str  # the name in figures
 
     @property
     def tag(self) -> dict[str, str]:
-        """The fields that identify a run in the data of every figure."""
+        """The fields that identify the method of a run in the data of figures."""
         return {"method": self.method, "kind": self.kind}
 
     @property
     def ordinary(self) -> bool:
-        """True with a shared expert and without a fanout norm; other runs have separate figures."""
+        """True if the run has a shared expert and no fanout norm; other runs have separate figures."""
         return self.run.model.shared_experts > 0 and self.run.model.gate_norm is None
 
     @property
@@ -56,23 +56,23 @@ class Subject(NamedTuple):
 
     @property
     def rule(self) -> Rule:
-        """The routing rule; the run must have one."""
+        """The routing rule, which the run must have."""
         assert self.run.model.rule is not None
         return self.run.model.rule
 
     @property
     def pool(self) -> int:
-        """Return the size of a pool, in tokens, in which every expert gets at least one token."""
+        """The size of a pool, in tokens, in which every expert gets at least one token."""
         return self.rule.num_experts * max(self.rule.num_experts, math.ceil(1 / self.rule.experts_per_token))
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """Return the minimum and maximum load of an expert in training for `pool` tokens; None without bounds."""
+        """The minimum and maximum load of an expert in training for `pool` tokens; None without bounds."""
         return self.rule.load_bounds(self.pool)
 
     @property
     def has_bounds(self) -> bool:
-        """True if training bounds loads that are not exact by definition."""
+        """True if training bounds the loads and they are not exact by definition."""
         return not self.rule.looks_ahead and self.bounds is not None
 
     @property
@@ -82,29 +82,29 @@ class Subject(NamedTuple):
 
 
 def seed_of(path: Path) -> int | None:
-    """Return the seed of a comparison's run by its folder's name; None for another folder, such as a copy of one."""
+    """Return the seed in the folder name of a comparison's run; None for any other folder, such as a copy of a run."""
     found = re.fullmatch("seed_([0-9]+)", path.name)
     return None if found is None else int(found[1])
 
 
 def find_runs(paths: Sequence[str]) -> list[RunFolder]:
-    """Return the named run folders, each once; a comparison or one of its methods means all runs in it.
+    """Return the run folders at these paths, each once. A comparison, or a method in it, stands for all runs in it.
 
-    Raises ValueError for a folder that is none of these.
+    Raises ValueError for any other folder.
     """
     found: dict[Path, RunFolder] = {}
     for path in map(Path, paths):
         configs = [*path.glob("seed_*/config.json"), *path.glob("*/seed_*/config.json")]
         inside = sorted(config.parent for config in configs if seed_of(config.parent) is not None)
         if not inside and (path / "compare.json").is_file():
-            raise ValueError(f"{path}: this comparison has no runs yet; continue it with `et compare`")
+            raise ValueError(f"{path}: this comparison has no runs yet; continue it with et compare")
         for run in inside or [path]:
             found.setdefault(run.resolve(), RunFolder.open(run))
     return list(found.values())
 
 
 class Selection(NamedTuple):
-    """The runs to analyse, and by folder the reasons for omissions and the progress of unfinished runs."""
+    """The runs to analyse. left_out: reasons for omissions by folder. unfinished: progress by folder."""
 
     subjects: list[Subject]
     left_out: dict[str, str]
@@ -112,11 +112,11 @@ class Selection(NamedTuple):
 
 
 def select_runs(folders: Sequence[RunFolder]) -> Selection:
-    """Return all finished runs, and runs with a checkpoint of methods without finished ones.
+    """Select all finished runs, and for methods without any, the unfinished runs that saved a checkpoint.
 
-    An unfinished run would shorten the curves of finished runs of its method, so it is left out. So is a second run of
-    a method with the same seed, such as a copy: it is no further sample. Raises ValueError if a run is damaged or no
-    run saved a checkpoint.
+    Other unfinished runs are left out, since they would shorten the curves of their methods. So is a second run of a
+    method with the same seed, such as a copy, since it is not another sample. Raises ValueError if a run is damaged or
+    no run has saved a checkpoint.
     """
     saved = [folder for folder in folders if folder.latest_checkpoint() is not None]
     left_out = {str(folder.path): "no checkpoint was saved yet" for folder in folders if folder not in saved}
@@ -128,19 +128,19 @@ def select_runs(folders: Sequence[RunFolder]) -> Selection:
         made, steps = subject.steps
         path, how_far = str(subject.folder.path), f"unfinished, {made:,} of {steps:,} steps"
         if made != steps and subject.method in finished:
-            left_out[path] = f"{how_far}, where other runs of {subject.method} are finished"
+            left_out[path] = f"{how_far}, but other runs of {subject.method} are finished"
             continue
         seed = subject.run.config["train"]["seed"]
         first = chosen.setdefault((subject.method, seed), subject)
         if first is not subject:
-            left_out[path] = f"has seed {seed} of {subject.method}, as {first.folder.path} has; a seed counts once"
+            left_out[path] = f"has seed {seed} of {subject.method}, as does {first.folder.path}; a seed counts once"
         elif made != steps:
             unfinished[path] = how_far
     return Selection(list(chosen.values()), left_out, unfinished)
 
 
 def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
-    """Read the runs and sort them by method. Raises ValueError if one is damaged."""
+    """Read the runs and sort them by method. Raises ValueError if a run is damaged."""
     read = sorted(map(_read, folders), key=lambda found: _order(found[0]))
     every = [mine for _, mine in read]
     common = set.intersection(*map(set, every))
@@ -151,7 +151,7 @@ def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
     for subject, mine in read:
         suffixes = _suffixes(mine, first.setdefault(subject.kind, mine), differing)
         name = full = (subject.method, *suffixes)
-        if len(suffixes) > 3:  # figures have no room for them; the page has a table of options that differ
+        if len(suffixes) > 3:  # too many for a figure; the page has a table of options that differ
             path = subject.folder.path
             name = (subject.method, "of", path.name if seed_of(path) is None else path.parent.name)
         taken = " ".join(name) in names.values()
@@ -161,9 +161,9 @@ def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
 
 
 def _read(folder: RunFolder) -> tuple[Subject, dict[str, Any]]:
-    """Read a run, whose method is the name of its rule, and its options."""
+    """Return a run, whose method is still the name of its rule, and its options."""
     for section in ("model", "rule", "optim", "train", "data", "corpus"):
-        folder.section(section)  # a configuration that lacks one is refused here
+        folder.section(section)  # raises ValueError if a section is missing
     if folder.latest_checkpoint() is None:
         raise ValueError(f"{folder.path}: no checkpoint was saved yet; train it longer")
     with corrupted_file_error(folder.path, "restore config.json and metrics.jsonl from a copy, or train again"):
@@ -175,7 +175,7 @@ def _read(folder: RunFolder) -> tuple[Subject, dict[str, Any]]:
 
 
 def legend(subjects: Sequence[Subject]) -> str:
-    """Return a sentence on the rule behind each label and on routing in the figures; empty if no run has experts."""
+    """Return sentences on the rule behind each label and on routing in the figures; empty if no run has experts."""
     labels: dict[str, list[str]] = {}
     pooled = []
     for subject in subjects:
@@ -211,18 +211,18 @@ def _order(subject: Subject) -> tuple[Any, ...]:
 
 
 def options(run: Run) -> dict[str, Any]:
-    """Return the options that define a run by path, except seed and machine."""
+    """Return the options that define a run, by path, without its seed and machine."""
     config, corpus = run.config, run.config["corpus"]
     sections = {name: config[name] for name in ("model", "optim", "data", "rule")}
     sections["train"] = {name: config["train"][name] for name in _TRAINING}
     flat = {f"{section}.{name}": value for section, each in sections.items() for name, value in each.items()}
-    flat["initialised"] = config.get("init_from") is not None  # seeds may start from different runs
+    flat["initialised"] = config.get("init_from") is not None  # not the path, since seeds may start from different runs
     flat["text"] = f"{corpus['name'][:TEXT].strip()} {corpus['hash'][:8]}"
     return {path: value for path, value in flat.items() if path not in _ASIDE}
 
 
 def _suffixes(mine: Mapping[str, Any], first: Mapping[str, Any], differing: set[str]) -> list[str]:
-    """Return what distinguishes a run from the first of its kind, and in options outside the rule from all runs."""
+    """Return suffixes for differences from the first run of its kind, and for `_NAMES` that differ among all runs."""
     apart = [name for name in mine if mine[name] != first.get(name, mine[name])]
     apart += [name for name in sorted(differing) if (name, mine[name]) in _NAMES and name not in apart]
     if "model.shared_experts" in apart and mine["model.shared_experts"] == 0:  # two routed experts replace it

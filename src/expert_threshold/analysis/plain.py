@@ -1,4 +1,4 @@
-"""Conversion to and from figures' data files: lists of floats with six significant digits, null for missing numbers."""
+"""Converts figures' data to and from JSON: floats with six significant digits, null for missing numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Data = Mapping[str, Any]
 
 
 class NotShownError(Exception):
-    """A figure does not apply to these runs or lacks data. The message is the reason, without a full stop."""
+    """Raised if a figure does not apply to the runs or lacks data. The message is the reason, without a full stop."""
 
 
 def plain(value: Any) -> Any:
-    """Return lists for arrays, tensors and tuples, floats rounded to six significant digits, None if not finite."""
+    """Convert arrays, tensors and tuples to lists, and round floats to six digits, or to None if not finite."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Tensor | np.ndarray | np.generic):
@@ -31,5 +31,5 @@ def plain(value: Any) -> Any:
 
 
 def array(values: Any) -> np.ndarray:
-    """Return the float64 array of a list that `plain` returned, NaN for None."""
+    """Convert a list that `plain` returned to a float64 array, with NaN for None."""
     return np.array(values, dtype=object).astype(float)

@@ -1,4 +1,4 @@
-"""A run folder in one record, and series of numbers from the lines of its metrics.jsonl, in which null becomes NaN."""
+"""The contents of a run folder, and series of numbers from its metrics.jsonl, in which null becomes NaN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Points = Sequence[tuple[float, float]]
 
 
 class Run(NamedTuple):
-    """A run folder that was read."""
+    """The contents of a run folder."""
 
     path: Path
     config: dict[str, Any]
@@ -29,7 +29,7 @@ class Run(NamedTuple):
     validation: Sequence[Record]
     events: Sequence[Record]
     samples: list[tuple[str, str]]  # name and text, first to last
-    step: int  # the last one in metrics or checkpoints
+    step: int  # the last step in metrics or checkpoints
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
     @property
     def rule_name(self) -> str:
-        """The rule's name and label in words."""
+        """The name of the rule in words, with its label."""
         name = str(self.rule["name"]).replace("_", " ")
         return name if self.model.rule is None else f"{name} ({self.model.rule.label})"
 
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
     @property
     def has_cutoffs(self) -> bool:
-        """True if inference compares scores with cutoffs that training moves."""
+        """True if inference compares scores with cutoffs that training updates."""
         if self.model.rule is None:
             return False
         state = self.model.rule.init()
@@ -60,7 +60,7 @@ class Run(NamedTuple):
 
     @property
     def target(self) -> float:
-        """Target usage: experts per token / number of experts."""
+        """The target usage: experts per token / number of experts."""
         assert self.model.rule is not None
         return self.model.rule.experts_per_token / self.model.rule.num_experts
 
@@ -71,12 +71,12 @@ class Run(NamedTuple):
 
     @property
     def bits_per_byte(self) -> Points:
-        """Return (tokens trained on, bits per byte) of every validation."""
+        """The tokens trained on and the bits per byte of every validation."""
         return [(step * self.tokens_per_step, bits) for step, bits in series(self.validation, "bits_per_byte")]
 
     @property
     def fanout_counts(self) -> dict[int, list[int]]:
-        """Return layer -> tokens by fanout in the last validation."""
+        """The number of tokens by fanout in the last validation, by layer."""
         last = self.validation[-1]["layers"] if self.validation else {}
         return {int(layer): values["fanout_counts"] for layer, values in last.items() if any(values["fanout_counts"])}
 
@@ -108,7 +108,7 @@ def _require_numbers(name: str, value: Any) -> None:
         for each in value:
             _require_numbers(name, each)
     elif not isinstance(value, int | float | None):
-        raise TypeError(f"{name} holds {value!r}, which is no number")
+        raise TypeError(f"{name} holds {value!r}, which is not a number")
 
 
 def series(records: Sequence[Record], key: str) -> Points:
@@ -122,7 +122,7 @@ def layers(records: Sequence[Record]) -> list[int]:
 
 
 def layer_series(records: Sequence[Record], key: str) -> dict[int, Points]:
-    """Return layer -> (step, value) of every record that has the key, averaged over experts where each has a value.
+    """Return (step, value) of every record that has the key, by layer, as a mean if there is a value per expert.
 
     Layers without numbers are omitted.
     """
@@ -131,7 +131,7 @@ def layer_series(records: Sequence[Record], key: str) -> dict[int, Points]:
 
 
 def expert_series(records: Sequence[Record], key: str) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Return layer -> steps (records,) and values (records, experts); layers without numbers are omitted, and so are
+    """Return steps (records,) and values (records, experts) by layer. Layers without numbers are omitted, and so are
     records with one number for all experts.
     """
     found = {}
@@ -149,10 +149,10 @@ def finite(points: Points) -> list[tuple[float, float]]:
 
 
 def mean_loss(train: Sequence[Record], share: float, until: int) -> float | None:
-    """Return the mean training loss of the steps from this share of `until` steps on, up to there.
+    """Return the mean training loss of steps `share * until` to `until`; None if no line counts or one is not finite.
 
-    Lines count with the steps they cover, and only if all of these are late: else the earlier, higher losses of a long
-    line would enter, and the mean would depend on --log-every. None if there is no such line, or one is not finite.
+    Lines of the log are weighted by the steps they cover, and count only if all of these are in the range: otherwise
+    the earlier, higher losses of a long line would enter, and the mean would depend on --log-every.
     """
     late = [r for r in train if math.floor(share * until) <= r["step"] - r["steps"] and r["step"] <= until]
     steps = sum(record["steps"] for record in late)

@@ -24,25 +24,25 @@ OfMethod = TypeVar("OfMethod", bound=Any)
 
 
 class Result(NamedTuple):
-    """The result of one run that finished or diverged. Load and fanout are None without routed experts.
+    """The result of a run that finished or diverged. Load and fanout are None without routed experts.
 
-    A diverged run has the validations before that, and no loss at its end.
+    A diverged run has its validations up to that point, and no final loss.
     """
 
     method: str
     seed: int
     loss: float | None  # cross-entropy of the last validation, nats per token; None if it was not finite
     bits_per_byte: float | None
-    tokens_per_second: float | None  # median over the intervals of training, None if there was none
-    load_spread: float | None  # of the last validation, largest load over mean load, in the worst layer
+    tokens_per_second: float | None  # median over the logging intervals of training, None without one
+    load_spread: float | None  # largest load over mean load of the last validation, in the worst layer
     fanout_mean: float | None  # of the last validation, over tokens and layers
     fanout_std: float | None
     curve: list[tuple[int, float | None]]  # tokens trained on, validation loss
     clock: list[float]  # seconds of training until each validation
-    flops: list[float]  # of training until each validation, by the fanout of each step
-    load_spread_trained: float | None  # mean over training after its warmup and `WARM`, of each interval's worst layer
+    flops: list[float]  # FLOPs of training until each validation, by the fanout of each step
+    load_spread_trained: float | None  # of each interval's worst layer, mean over training after warmup and `WARM`
     fanout_trained: float | None  # mean over training and layers
-    unrouted: float | None  # share of tokens that no expert took in the last validation
+    unrouted: float | None  # share of tokens that went to no expert in the last validation
     gap: float | None  # last validation loss minus the loss of training's last tenth
 
 
@@ -63,19 +63,19 @@ class Row(NamedTuple):
 
 
 WARM = 0.25
-"""Loads of training are means over the intervals of logging that start after this share of the run; most warmups are
-over then, and methods are compared in the same part of a run."""
+"""Training loads are means over the logging intervals that start after this share of the run: most warmups are over by
+then, and methods are compared in the same part of a run."""
 HEADERS = ("method", "seeds", "validation loss", "bits per byte", "tokens/s", "max load / mean", "fanout")
 NOTES = (
-    "Loss in nats per token, mean ± standard deviation over seeds, and fanout, routed experts per token, mean ± "
-    "standard deviation over tokens, are from causal validation. Max load / mean: tokens of the busiest expert over "
-    "the mean expert's, in the worst layer of each interval of --log-every; the mean over training after its warmup "
-    "and first quarter. Tokens/s is the median of training."
+    "Losses (nats per token, mean ± standard deviation over seeds) and fanouts (routed experts per token, mean ± "
+    "standard deviation over tokens) are from causal validation. Max load / mean: the busiest expert's tokens divided "
+    "by the mean expert's, in the worst layer of each interval of --log-every, averaged over training after the warmup "
+    "and the first quarter. Tokens/s is the median over training."
 )
 
 
 def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
-    """Return the result of a run, None if it neither finished nor diverged. Raises ValueError if it is damaged."""
+    """Return the result of a run, None if it neither finished nor diverged. Raises ValueError if the run is damaged."""
     with corrupted_file_error(folder.path, f"restore it from a copy, or remove {folder.path} to train that run again"):
         run = read_run(folder)
         steps, tokens = run.config["train"]["steps"], run.tokens_per_step
@@ -131,7 +131,7 @@ def _number(value: Any) -> Any:
 
 
 def moments(shares: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation of the fanout of tokens, of which a share `shares[n]` has fanout n."""
+    """Return the mean and the standard deviation of the fanout. shares[n]: the share of tokens with fanout n."""
     fanout = np.arange(len(shares))
     center = float(fanout @ shares)
     return center, float((fanout - center) ** 2 @ shares) ** 0.5
@@ -143,7 +143,7 @@ def by_method(runs: Sequence[OfMethod]) -> dict[str, list[OfMethod]]:
 
 
 def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return in words the options of a run in which methods that share a table may differ; None if it has none."""
+    """Return, in words, the options in which runs that share a table may differ; None where one does not apply."""
     model, rule, rate = config["model"], config["rule"], config["optim"]["expert_lr"]
     dense = rule["name"] == DENSE
     return {
@@ -158,10 +158,10 @@ def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, str | None]]]) -> tuple[list[str], str]:
-    """Return each run's method, followed by the `sizes` in which it is unusual, as in
-    `dense (1,260 steps)`, and a clause that names the usual ones, empty if all runs have them.
+    """Return each run's method with its unusual `sizes`, such as `dense (1,260 steps)`, and a clause that names the
+    usual sizes, which is empty if all runs have them.
 
-    Usual is what most runs have, the first of equals.
+    A size is usual if most runs have it; the first one wins a tie.
     """
     counts = {name: Counter(run_sizes[name] for _, run_sizes in runs) for name in runs[0][1]}
     usual = {name: max(count, key=lambda text: (text is not None, count[text])) for name, count in counts.items()}
@@ -171,7 +171,7 @@ def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, str | None]]]) -> tu
         names.append(f"{method} ({', '.join(map(str, named.values()))})" if named else method)
         differing |= named.keys()
     shared = [str(text) for name, text in usual.items() if name in differing]
-    return names, f"{listed(shared)} where no other is named" if shared else ""
+    return names, f"{listed(shared)} unless another is named" if shared else ""
 
 
 def summarise(results: Sequence[Result]) -> list[Row]:
@@ -197,7 +197,7 @@ def over_runs(runs: Sequence[Result], name: str, statistic: Callable[[list[float
 
 
 def curves(results: Sequence[Result]) -> dict[str, list[tuple[int, float | None]]]:
-    """Return (tokens, validation loss) by method, the mean over seeds, at the steps that all of them validated."""
+    """Return (tokens, validation loss) by method, averaged over seeds, at the steps that all seeds validated."""
     found = {}
     for method, runs in by_method(results).items():
         losses = [dict(run.curve) for run in runs]
@@ -207,14 +207,14 @@ def curves(results: Sequence[Result]) -> dict[str, list[tuple[int, float | None]
 
 
 def over_seeds(statistic: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
-    """Return the statistic, None if any value is missing or there are too few."""
+    """Return the statistic, or None if a value is missing or there are too few values."""
     known = [value for value in values if value is not None]
     least = 2 if statistic is stdev else 1
     return statistic(known) if len(known) == len(values) >= least else None
 
 
 def cells(rows: Sequence[Row], emphasise: Callable[[str], str]) -> list[list[str]]:
-    """Return the table's cells below `HEADERS`; the best loss and bits per byte are passed to `emphasise`."""
+    """Return the table's cells below `HEADERS`; the best loss and bits per byte are passed through `emphasise`."""
     lines = []
     for row in rows:
         loss, bits = fixed(row.loss, 3), fixed(row.bits_per_byte, 3)
@@ -238,7 +238,7 @@ def _is_lowest(value: float | None, all_values: Sequence[float | None]) -> bool:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown, its first column of text."""
+    """Return a table in Markdown, whose first column is text."""
     every = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in every)
 

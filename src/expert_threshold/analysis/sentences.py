@@ -1,4 +1,4 @@
-"""Numbers and lists as sentences write them."""
+"""Formats numbers and lists for sentences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def counted(count: int, what: str) -> str:
 
 
 def short(count: float) -> str:
-    """Return three significant digits and a unit: 16M, 2.43B."""
+    """Return a count with up to three significant digits and a unit: 16M, 2.43B."""
     unit = ""
     for larger in "kMBT":
         if count >= 999.5:
@@ -34,12 +34,12 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def each(data: Data, phrase: Callable[[Data], str]) -> str:
-    """Return a phrase about each method of a figure's data, as `0.1 in TC, 0.2 in EC 2k and 0.3 in ET`."""
+    """Return a phrase about each method of a figure's data, such as `0.1 in TC, 0.2 in EC 2k and 0.3 in ET`."""
     return listed([f"{phrase(entry)} in {entry['method']}" for entry in data["methods"]])
 
 
 def signed(number: float | None, digits: int = 3) -> str:
-    """Return a signed number, +0.012 or −0.012; zero has no sign; a dash if it is missing."""
+    """Return a signed number such as +0.012 or −0.012; zero has no sign, and a missing number is a dash."""
     if number is None:
         return "–"
     text = f"{number:+.{digits}f}"
@@ -47,7 +47,7 @@ def signed(number: float | None, digits: int = 3) -> str:
 
 
 def fixed(number: float | None, digits: int) -> str:
-    """Return a number with `digits` decimals, a dash if it is missing."""
+    """Return a number with `digits` decimals, or a dash if it is missing."""
     return "–" if number is None else f"{number:,.{digits}f}"
 
 

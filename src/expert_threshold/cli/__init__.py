@@ -17,7 +17,7 @@ from ..option import did_you_mean
 
 
 class Entry(NamedTuple):
-    module: str  # in this package; has run(arguments); imported when the command is called
+    module: str  # in this package, with run(arguments); imported when the command is called
     summary: str
 
 
@@ -29,15 +29,15 @@ COMMANDS = {
     "data": Entry("data", "download text and questions, train a tokenizer, tokenize in advance"),
     "evaluate": Entry("evaluate", "evaluate trained models: loss, bits per byte, and the tasks of CORE"),
     "compare": Entry("compare", "train several methods with the same budget and compare their losses"),
-    "sweep": Entry("sweep", "search learning rates and other options of each method for the least loss"),
+    "sweep": Entry("sweep", "search each method's learning rates and other options for the lowest loss"),
     "recipes": Entry("recipes", "list the paper's runs with their reported results"),
     "analyze": Entry("analyze", "draw every figure of the paper from run folders"),
-    "audit": Entry("audit", "audit the experts and the causality of any language model, ours or of transformers"),
+    "audit": Entry("audit", "audit the experts and the causality of any language model, a run or one of transformers"),
     "calibrate": Entry("calibrate", "set a trained model's cutoffs, for any rate, without training"),
     "upcycle": Entry("upcycle", "initialize a Mixture-of-Experts run from a dense one"),
-    "retrofit": Entry("retrofit", "turn a top-k mixture into one of variable fanout, and compare both"),
+    "retrofit": Entry("retrofit", "convert a top-k mixture to variable fanout, and compare both"),
     "export": Entry("export", "export a trained model to a folder for Hugging Face transformers"),
-    "import": Entry("import_", "turn such a folder, fine-tuned or not, into a run folder"),
+    "import": Entry("import_", "turn an exported folder, fine-tuned or not, into a run folder"),
 }
 
 RUN_COMMANDS = ("train", "plan", "compare", "sweep")
@@ -63,8 +63,8 @@ USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line, by default sys.argv's, and return its exit code.
 
-    ValueError, OSError and running out of memory are the user's to fix: one line on stderr and 2. With ET_DEBUG=1 they
-    show their traceback, as every other exception does.
+    ValueError, OSError and out-of-memory errors are the user's to fix: they print one line to stderr and return 2. With
+    ET_DEBUG=1 they show a traceback, as every other exception does.
     """
     _prepare_output()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -96,7 +96,7 @@ def _prepare_output() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
-    if not os.environ.get("COLUMNS", "1").strip("0"):  # rich would print lines of no width
+    if not os.environ.get("COLUMNS", "1").strip("0"):  # rich would print lines of width 0
         del os.environ["COLUMNS"]
 
 
@@ -134,7 +134,7 @@ def _help() -> str:
 
 
 def overview(prog: str, metavar: str, about: str, summaries: Mapping[str, str]) -> str:
-    """Return the help of a command that has others below it, with a line for each."""
+    """Return the help text of a command with subcommands, one line for each."""
     width = max(map(len, summaries))
     return "\n".join(
         [

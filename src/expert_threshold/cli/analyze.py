@@ -23,22 +23,22 @@ from .options import COMPUTE, Option, parse_all, parse_names
 # Options of every command that traces runs.
 TRACING = [
     Option("tokens", Annotated[int, Bounds(least=2)], 32768, "Tokens to trace each run on."),
-    Option("data", str | None, None, "Text whose held-out part to trace all runs on. Defaults to each run's own."),
+    Option("data", str | None, None, "Trace all runs on the held-out part of this text. Defaults to each run's own."),
     *COMPUTE,
 ]
 OPTIONS = [
-    Option("run", str, None, "Folders of runs, or of comparisons.", positional=True, required=True, many=True),
+    Option("run", str, None, "Folders of runs or of comparisons.", positional=True, required=True, many=True),
     Option("out", str, "RUN/analysis", "The folder to write figures, their data and report.html to."),
-    Option("figures", str, "all", "The figures to make, as A,B."),
-    Option("human_eval", str | None, None, "HumanEval, the domain of code: its folder or .jsonl file."),
-    Option("gsm8k", str | None, None, "GSM8K, the domain of math: its folder or .jsonl file."),
-    Option("domain", str, None, "Another domain as NAME=SOURCE, its held-out part; may be repeated.", many=True),
+    Option("figures", str, "all", "The figures to make, separated by commas."),
+    Option("human_eval", str | None, None, "Folder or .jsonl file of HumanEval, as the domain of code."),
+    Option("gsm8k", str | None, None, "Folder or .jsonl file of GSM8K, as the domain of math."),
+    Option("domain", str, None, "Held-out text of another domain, as NAME=SOURCE; may be repeated.", many=True),
     *TRACING,
 ]
 DESCRIPTION = (
-    "Make every figure of the paper from run folders: PNG, SVG and data of each, and one report.html.\n\n"
-    "Runs of one method with several seeds count as one; an unfinished run is left out if others of its method are "
-    "finished. A figure whose runs are missing is left out too. The report says what is left out and why.\n\n"
+    "Make every figure of the paper from run folders: each as PNG, SVG and data, and all in one report.html.\n\n"
+    "Seeds of one method count as one run. An unfinished run is left out if its method has finished runs, and a "
+    "figure is left out if its runs are missing. The report says what is left out and why.\n\n"
     "Figures: " + ", ".join(study.name for study in FIGURES) + "."
 )
 
@@ -90,7 +90,7 @@ def named_domains(options: Mapping[str, Any]) -> dict[str, Domain]:
         if not (equals and source and re.fullmatch(r"[\w-]+", name)):
             raise ValueError(f"--domain {text}: expected NAME=SOURCE, such as novels=DATA/novels")
         if name in (*domains, *DOMAINS.values(), *STREAMS):
-            raise ValueError(f"--domain {text}: the name {name} is taken; give it another")
+            raise ValueError(f"--domain {text}: the name {name} is taken; give another")
         domains[name] = Domain(source)
     return domains
 

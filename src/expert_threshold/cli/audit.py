@@ -1,4 +1,4 @@
-"""`et audit`: the use of experts in any causal language model, and whether it is causal, from text alone."""
+"""`et audit`: shows how a language model uses its experts, and whether it is causal, from text alone."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ..train.log import Display
 from .options import COMPUTE, STEP, Option, parse_all
 
 OPTIONS = [
-    Option("model", str, None, "A run folder, or transformers' folder or name.", positional=True, required=True),
-    Option("text", str, None, "A text file; several are compared. Defaults to embedded code and docs.", many=True),
+    Option("model", str, None, "A run, or a transformers model's folder or name.", positional=True, required=True),
+    Option("text", str, None, "A text file; repeat to compare texts. Defaults to embedded code and docs.", many=True),
     Option("tokens", Annotated[int, Bounds(least=LEAST)], 32_768, "Tokens to measure loads on."),
     Option("training", bool, False, "Route as in training, without dropout."),
-    Option("page", str | None, None, "A file to write a page to, as HTML."),
+    Option("page", str | None, None, "Write an HTML page to this file."),
     Option("json", bool, False, "Print one JSON object instead of the verdict."),
     STEP,
     *COMPUTE,
 ]
 DESCRIPTION = (
-    "Audit a causal language model from text alone: the loads, fanout, drift and pairs of its experts, and causality. "
-    "Later tokens, neighbours in the batch, padding and the chunks of the prefill are changed; logits and experts that "
-    "may not change are compared. Prints one line. The exit code is 1 if the model is not causal."
+    "Audit a causal language model from text alone: the loads, fanout, drift and pairs of its experts, and its "
+    "causality. Later tokens, neighbours in the batch, padding and the chunks of the prefill are changed, and logits "
+    "and experts that must stay the same are compared. Prints one line. The exit code is 1 if the model is not causal."
 )
 
 
@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> None:
     named = {name: open_held_out(name).documents("validation") for name in options["text"] or ()}
     page = None if options["page"] is None else Path(options["page"])
     if page is not None:
-        with style():  # which needs matplotlib
+        with style():  # fails early without matplotlib
             pass
         if page.is_dir() or not page.parent.is_dir():
             raise ValueError(f"--page {page}: not a file in an existing folder; name another")
@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _embedded() -> dict[str, list[str]]:
-    """Return the held-out part of the embedded corpus, code and prose apart."""
+    """Return the held-out part of the embedded corpus, with code and prose as separate texts."""
     texts: dict[str, list[str]] = {}
     for name, text in embedded.documents()[1]:
         texts.setdefault("code" if name.endswith(".py") else "docs", []).append(text)

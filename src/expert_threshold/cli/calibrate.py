@@ -30,10 +30,10 @@ from .rates import require_cutoffs
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to calibrate; it is not changed.", positional=True, required=True),
-    Option("to", str, None, "The run folder to make, with the new cutoffs.", required=True),
-    Option("data", str, "RUN's", "Text to calibrate on, as for et train. Its held-out part is for the loss."),
-    Option("text_field", str, "text", "Field or column of --data that holds the text, in .jsonl and .parquet."),
-    Option("tokens", Count, 262_144, "Tokens to calibrate on, in whole batches."),
+    Option("to", str, None, "The run folder to create, with the new cutoffs.", required=True),
+    Option("data", str, "RUN's", "Text to calibrate on, as for et train. Its held-out part is used for the loss."),
+    Option("text_field", str, "text", "Field or column of --data that holds the text, for .jsonl and .parquet."),
+    Option("tokens", Count, 262_144, "Tokens to calibrate on, rounded up to whole batches."),
     Option("batch_size", Count, 64, "Sequences per batch, the pool in which the k-th largest score is measured."),
     Option(
         "experts_per_token",
@@ -41,9 +41,9 @@ OPTIONS = [
         None,
         "Routed experts per token to calibrate for. Defaults to the trained number.",
     ),
-    Option("eval_tokens", Count | None, None, "Maximum number of tokens for the loss. Defaults to all."),
+    Option("eval_tokens", Count | None, None, "Maximum number of tokens to measure the loss on. Defaults to all."),
     STEP,
-    Option("seed", NonNegativeInt, 0, "Seed for the choice and the order of the text's rows."),
+    Option("seed", NonNegativeInt, 0, "Seed for choosing and ordering the rows of the text."),
     *COMPUTE,
 ]
 DESCRIPTION = (

@@ -10,8 +10,8 @@ from .options import STEP, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to export.", positional=True, required=True),
-    Option("to", str, None, "The folder to make.", required=True),
-    Option("push", str | None, None, "Hub repository to upload the folder to, OWNER/NAME; a new one is private."),
+    Option("to", str, None, "The folder to create.", required=True),
+    Option("push", str | None, None, "Hub repository to upload to, as OWNER/NAME; a new one is created as private."),
     STEP,
 ]
 DESCRIPTION = (
@@ -30,5 +30,5 @@ def run(arguments: Sequence[str]) -> None:
         try:
             print(f"pushed to {push(folder, options['push'])}")
         except ValueError as error:
-            raise ValueError(f"{error}; the export is complete: hf upload {options['push']} {folder}") from None
+            raise ValueError(f"{error}; to upload the finished export: hf upload {options['push']} {folder}") from None
     print(f"next: AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)")

@@ -1,4 +1,4 @@
-"""`et generate`: continues a text with a trained model and prints it as it comes."""
+"""`et generate`: continues a text with a trained model, and prints it token by token."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .options import COMPUTE, STEP, Option, parse_all
 OPTIONS = [
     Option("run", str, None, "The folder of the run.", positional=True, required=True),
     Option("prompt", str, "", "Text to continue. An empty prompt starts a document.", may_be_empty=True),
-    Option("max_tokens", int, 200, "Maximum number of tokens. The end of a document or of the context stops earlier."),
-    Option("temperature", float, 1.0, "0 takes the likeliest token; 1 samples from the model's own distribution."),
-    Option("top_k", int | None, 50, "Sample from this many of the likeliest tokens. none samples from all."),
-    Option("seed", int | None, None, "Seed of the sampling. Defaults to a random one."),
+    Option("max_tokens", int, 200, "Maximum number of tokens, unless the document or the context ends earlier."),
+    Option("temperature", float, 1.0, "0 picks the likeliest token; 1 samples from the model's own distribution."),
+    Option("top_k", int | None, 50, "Sample from only this many of the likeliest tokens; none samples from all."),
+    Option("seed", int | None, None, "Seed for sampling. Defaults to a random one."),
     Option(
         "rate",
         float | None,
         None,
-        "Mean number of routed experts per token, from 0 to all. Defaults to the trained one.",
+        "Mean number of routed experts per token, from 0 to all. Defaults to the trained number.",
     ),
     Option("show_routing", bool, False, "Colour each token by how many experts it went to."),
     STEP,

@@ -13,16 +13,16 @@ from .options import Option, parse
 
 OPTIONS = [
     Option("folder", str, None, "The model's folder, or hub:OWNER/NAME.", positional=True, required=True),
-    Option("out", str, "runs/FOLDER", "The run folder to make; it must not exist."),
+    Option("out", str, "runs/FOLDER", "The run folder to create; it must not exist."),
 ]
 DESCRIPTION = (
-    "Make a run folder from a model that et export wrote, or that transformers saved after fine-tuning it.\n\n"
+    "Create a run folder from a model that et export wrote, or that transformers saved after fine-tuning it.\n\n"
     "It can be used like any run; et train --init-from starts training from it."
 )
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Make the run folder."""
+    """Create the run folder."""
     options = parse("et import", DESCRIPTION, OPTIONS, arguments)
     name = options["folder"]
     out = options.get("out", str(Path("runs") / Path(name.removeprefix(PREFIX)).resolve().name))

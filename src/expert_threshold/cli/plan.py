@@ -25,15 +25,15 @@ from .run_options import parse_run, resolve_run, start_of
 OPTIONS = [
     Option("json", bool, False, "Print one JSON object instead of tables."),
     Option("gpus", Count, ONE_GPU.gpus, "GPUs that share the batch."),
-    Option("micro_batch", Count | None, None, "Sequences per GPU at a time. Defaults to its share of --batch-size."),
-    Option("utilisation", Share, ONE_GPU.utilisation, "Model FLOPs of a GPU as a share of its peak."),
-    Option("peak_tflops", Positive, ONE_GPU.peak_tflops, "Peak of one GPU; the default is an H100's in bfloat16."),
-    Option("price_per_gpu_hour", NonNegative, ONE_GPU.price_per_gpu_hour, "Price of one GPU, in any currency."),
+    Option("micro_batch", Count | None, None, "Sequences per micro-batch; defaults to a GPU's share of --batch-size."),
+    Option("utilisation", Share, ONE_GPU.utilisation, "Model FLOPs utilisation (MFU), as a share of the peak."),
+    Option("peak_tflops", Positive, ONE_GPU.peak_tflops, "Peak TFLOPS of one GPU. Defaults to an H100 in bfloat16."),
+    Option("price_per_gpu_hour", NonNegative, ONE_GPU.price_per_gpu_hour, "Price per GPU-hour, in any currency."),
 ]
 DESCRIPTION = (
     "Estimate what a run costs: parameters, tokens, FLOPs, memory, time and money.\n\n"
-    "Memory is one GPU's at its peak, without what the allocator and the GPU's libraries add: replicate, all weights "
-    "on each GPU; shard, a share of everything; expert_parallel, a share of the experts."
+    "Memory is the peak on one GPU, without the overhead of the allocator and the GPU's libraries. With replicate, "
+    "each GPU holds all weights; with shard, a share of everything; with expert_parallel, a share of the experts."
 )
 
 
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
-    """Return all costs of the run on these GPUs, or on the CPU if that is its device. Raises ValueError."""
+    """Return all costs of the run on these GPUs, or on the CPU. Raises ValueError if its batch or pools do not fit."""
     require_split(config.model, config.train, machine.gpus)
     local = share_out(config, machine)
     require_pools_fit(config.model, replace(config.train, batch_size=local.pooled))
@@ -75,7 +75,7 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
 
 
 def tables(costs: dict[str, Any]) -> list[Table]:
-    """Return three tables: the run; its memory by part, a column per layout; time and money."""
+    """Return three tables: the run; memory by part, with a column for each layout; time and money."""
     run = Table("run", "", box=box.SIMPLE)
     for name in ("preset", "recipe", "config", "rule", "dispatch", "params_total", "params_active"):
         if costs.get(name) is not None:

@@ -1,4 +1,4 @@
-"""`et recipes`: the runs of the paper's tables, with their reported results, and runs with other projects' settings."""
+"""`et recipes`: lists the runs of the paper's tables with their results, and runs with other projects' settings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .options import Option, parse
 OPTIONS = [Option("json", bool, False, "Print JSON instead of a table.")]
 WIDE = 120  # terminal columns that leave room for summaries and sources
 DESCRIPTION = (
-    "List the runs of the paper's tables and ablations, or with other projects' settings, for et train --recipe.\n\n"
+    "List the recipes for et train --recipe: runs of the paper, and runs with other projects' settings.\n\n"
     "pool: the tokens that compete for an expert, or over which load is measured. effective: the tokens that a "
-    "cutoff averages over, those of a step divided by 1 − β. CE and CORE are the paper's numbers."
+    "cutoff is averaged over, which are the tokens of a step divided by 1 − β. CE and CORE are the paper's results."
 )
 
 

@@ -1,4 +1,4 @@
-"""`et retrofit`: turns a top-k checkpoint into one of variable fanout, and compares both."""
+"""`et retrofit`: converts a top-k checkpoint to variable fanout, and compares both."""
 
 from __future__ import annotations
 
@@ -37,28 +37,26 @@ from ..train.log import Display
 from .options import COMPUTE, STEP, Option, parse_all
 
 OPTIONS = [
-    Option(
-        "model", str, None, "A run, or a folder of transformers; it stays as it is.", positional=True, required=True
-    ),
-    Option("to", str, None, "The folder to make, of the same kind as MODEL.", required=True),
-    Option("data", str, None, "Text, as for et train. Its held-out part is for the comparison.", required=True),
-    Option("text_field", str, "text", "Field or column of --data that holds the text, in .jsonl and .parquet."),
-    Option("experts_per_token", float | None, None, "Mean fanout to set. Defaults to the checkpoint's."),
-    Option("cutoffs", Cutoffs, "scores", "How the cutoffs to keep are set. All ways are compared."),
+    Option("model", str, None, "Run folder or transformers folder; it is not changed.", positional=True, required=True),
+    Option("to", str, None, "The folder to create, in the same format as MODEL.", required=True),
+    Option("data", str, None, "Text, as for et train. Its held-out part is used for the comparison.", required=True),
+    Option("text_field", str, "text", "Field or column of --data that holds the text, for .jsonl and .parquet."),
+    Option("experts_per_token", float | None, None, "Mean fanout to aim for. Defaults to the checkpoint's."),
+    Option("cutoffs", Cutoffs, "scores", "Method of setting the cutoffs to keep. All methods are compared."),
     Option("tokens", Count, 65_536, "Tokens to calibrate on."),
-    Option("distill_routers", NonNegativeInt, 0, "Steps in which the checkpoint then teaches the routers."),
-    Option("distill_all", NonNegativeInt, 0, "Steps in which it then teaches all weights."),
-    Option("lr", Positive, 3e-4, "Peak learning rate of these steps."),
-    Option("batch_size", Count, 16, "Sequences in each of these steps."),
+    Option("distill_routers", NonNegativeInt, 0, "Steps of distilling the checkpoint into the routers."),
+    Option("distill_all", NonNegativeInt, 0, "Steps of distilling it into all weights afterwards."),
+    Option("lr", Positive, 3e-4, "Peak learning rate of the distillation."),
+    Option("batch_size", Count, 16, "Sequences per batch."),
     Option("eval_tokens", Count, 400_000, "Held-out tokens to compare on, in whole documents."),
     Option("seed", NonNegativeInt, 0, "Seed for the choice of text and for the bootstrap."),
     STEP,
     *COMPUTE,
 ]
 DESCRIPTION = (
-    "Turn a mixture that routes by top k into one that routes by expert threshold: cutoffs are set by a text, and "
-    "self-distillation may follow. Its loss is compared with that of static top k' for every k' up to twice the "
-    "checkpoint's.\n\nUnfinished work is kept in TO.partial; the same command continues it."
+    "Convert a mixture with top-k routing to Expert Threshold routing: its cutoffs are calibrated on a text, and "
+    "self-distillation may follow. The loss is compared with static top k' for every k' up to twice the "
+    "checkpoint's k.\n\nUnfinished work is kept in TO.partial; repeat the same command to continue it."
 )
 ASKED = "options.json"
 
@@ -78,7 +76,7 @@ def run(arguments: Sequence[str]) -> None:
     asked |= {"step": source.step, "text": corpus.hash}
     work = to.with_name(f"{to.name}.partial")
     if work.exists() and read_json(work / ASKED) != asked:
-        raise ValueError(f"{work}: holds unfinished work with other options; repeat those, or delete it")
+        raise ValueError(f"{work}: holds unfinished work with other options; use those, or delete it")
     with Interrupt() as interrupt, Display(Console(stderr=True), name=options["to"]) as display:
         documents = _documents(source, corpus, options)
         steps = max(options["distill_routers"], options["distill_all"]) * options["batch_size"]
@@ -100,7 +98,7 @@ def run(arguments: Sequence[str]) -> None:
         "static": [float(sums[:, 0].sum() / sum(targets)) for sums in static],
         "variable": {name: found._asdict() for name, found in compared.items()},
     }
-    whole = work / "whole"  # the model gets its name together with its report
+    whole = work / "whole"  # the model and its report appear under the final name together
     shutil.rmtree(whole, ignore_errors=True)
     source.save(model, whole)
     replace_json(whole / "retrofit.json", report)
@@ -111,7 +109,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _documents(source: Checkpoint, corpus: Corpus, options: Mapping[str, Any]) -> list[Any]:
-    """Return the ids of held-out documents, drawn by the seed. Raises ValueError for fewer than two."""
+    """Return the token ids of randomly drawn held-out documents. Raises ValueError if there are fewer than two."""
     held_out = pack(corpus, source.tokenizer, "validation", max_tokens=8 * options["eval_tokens"])
     found: list[Any] = []
     tokens = 0
@@ -121,12 +119,12 @@ def _documents(source: Checkpoint, corpus: Corpus, options: Mapping[str, Any]) -
             found.append(ids)
             tokens += len(ids)
     if len(found) < 2:
-        raise ValueError(f"--data {options['data']}: {len(found)} held-out document to compare on; give at least 2")
+        raise ValueError(f"--data {options['data']}: too few held-out documents ({len(found)}); give at least 2")
     return found
 
 
 class Job(NamedTuple):
-    """The work, whose parts are kept in the folder `work` as they are done."""
+    """A conversion and its measurements; each measurement is saved in the folder `work` as it is made."""
 
     options: Mapping[str, Any]
     source: Checkpoint
@@ -137,7 +135,7 @@ class Job(NamedTuple):
     interrupt: Interrupt
 
     def do(self, rule: ExpertThreshold) -> tuple[Any, list[Sums], dict[str, Sums]]:
-        """Return the model to keep, and the sums of static top k′ by k′ and of the others by name."""
+        """Return the model to keep, the sums of static top k′ by k′, and the sums of variable fanout by name."""
         source, cutoffs = self.source, self.options["cutoffs"]
         model, first = source.with_rule(rule), self.sample("calibrating", source.model)
         fanouts = [share * rule.experts_per_token for share in (0.25, 0.5, 0.75, 1, 1.5)]
@@ -191,7 +189,7 @@ class Job(NamedTuple):
         return found
 
     def measure(self, name: str, model: Any) -> Sums:
-        """Return a model's sums by document; those known are read."""
+        """Return a model's sums by document, continuing from those saved."""
         path, shown = self.work / f"{name.replace(' ', '-')}.json", self.display.task(name)
         sums: list[tuple[float, float]] = read_json(path)["sums"] if path.exists() else []
         try:
@@ -203,7 +201,7 @@ class Job(NamedTuple):
         return np.array(sums)
 
     def go_on(self, shown: Any, done: int, total: int) -> None:
-        """Show progress. Raises KeyboardInterrupt if a signal came."""
+        """Show progress. Raises KeyboardInterrupt if a signal has arrived."""
         shown(done, total)
         if self.interrupt.requested:
             raise KeyboardInterrupt
@@ -216,7 +214,7 @@ def _markdown(report: Mapping[str, Any], compared: Mapping[str, Comparison]) -> 
         f"loss with: {'; '.join(rows['variable']) or 'none'}. Undecided: {'; '.join(rows['open']) or 'none'}.",
         "",
         f"Nats per token on {report['documents']} held-out documents, {report['tokens']:,} tokens. Between two k′ the "
-        "static loss is interpolated; intervals are a bootstrap's over documents, 95 % for each row by itself.",
+        "static loss is interpolated; intervals are from a bootstrap over documents, 95 % for each row alone.",
         "",
         "| static top k′ | loss |\n|---:|---:|",
         *(f"| {k} | {loss:.4f} |" for k, loss in enumerate(report["static"])),

@@ -27,19 +27,19 @@ API_KEY = "ET_API_KEY"
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to serve.", positional=True, required=True),
-    Option("host", str, "127.0.0.1", "The address to listen on; any but a loopback address admits other machines."),
+    Option("host", str, "127.0.0.1", "The address to listen on; only loopback keeps other machines out."),
     Option("port", Annotated[int, Bounds(least=0, most=65535)], 8000, "The port; 0 picks a free one."),
     Option("name", str | None, None, "The model's name in requests. Defaults to the folder's name."),
-    Option("compare", str, None, "Another run for the explorer to show beside it; may be repeated.", many=True),
-    Option("explorer", bool, False, "Serve the explorer at / to other machines too; a local server always has it."),
-    Option("public_host", str, None, "A name under which a proxy offers this server; may be repeated.", many=True),
-    Option("cors", str, None, "An origin whose pages may call the API; may be repeated, * admits all.", many=True),
-    Option("api_key", str | None, None, f"Key required on every route but /health. Defaults to {API_KEY}, if set."),
-    Option("slots", Count, 8, "Texts generated at once."),
-    Option("strict", bool, False, "Compute row by row, for the same bits whoever shares the batch."),
+    Option("compare", str, None, "Another run to show next to it in the explorer; may be repeated.", many=True),
+    Option("explorer", bool, False, "Serve the explorer at / to other machines too. A local server always serves it."),
+    Option("public_host", str, None, "Host name under which a proxy exposes this server; may be repeated.", many=True),
+    Option("cors", str, None, "An origin whose pages may call the API, or * for all; may be repeated.", many=True),
+    Option("api_key", str | None, None, f"Key required on every route except /health. Defaults to {API_KEY}, if set."),
+    Option("slots", Count, 8, "Texts generated at a time."),
+    Option("strict", bool, False, "Compute row by row: the same bits whatever else is in the batch."),
     STEP,
     *COMPUTE,
-    Option("threads", Count | None, None, "Threads of torch's matrix products. Defaults to torch's choice."),
+    Option("threads", Count | None, None, "Threads for torch's matrix products. Defaults to torch's choice."),
 ]
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LIMITS = field_options(Limits, vars(Limits()), prefix="max_")
@@ -69,11 +69,11 @@ def run(arguments: Sequence[str]) -> None:
     private = local and not public
     api_key = os.environ.get(API_KEY) if options["api_key"] is None else options["api_key"]
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
-        raise ValueError(f"--api-key or {API_KEY} must be letters, digits and signs of ASCII; or leave both out")
+        raise ValueError(f"--api-key or {API_KEY} must be ASCII letters, digits and signs; or leave both out")
     shown = private or options["explorer"]
     compared = options["compare"] or []
     if compared and not shown:
-        raise ValueError(f"--compare {compared[0]} is for the explorer, which is off for others; add --explorer")
+        raise ValueError(f"--compare {compared[0]} is for the explorer, which is off for remote users; add --explorer")
     # Listen first, so that a failure is reported before a model is loaded.
     with contextlib.ExitStack() as listening:
         sockets = [listening.enter_context(each) for each in bind(options["host"], options["port"])]
@@ -113,7 +113,7 @@ def _name(path: str) -> str:
 
 
 def _unused(path: str, names: Sequence[str]) -> str:
-    """Return a run's name beside others of these names: its folder's, its path, or its path and a number."""
+    """Return a name for a run that is not among `names`: its folder's name, its path, or its path with a number."""
     numbered = (f"{path} {number}" for number in itertools.count(2))
     return next(name for name in itertools.chain((_name(path), path), numbered) if name not in names)
 

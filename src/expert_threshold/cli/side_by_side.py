@@ -18,10 +18,10 @@ VALIDATION = "validation"
 def table(
     results: Mapping[str, Result], validation: bool, texts: Mapping[str, str], labels: Sequence[str], harness: bool
 ) -> Table:
-    """Return the table. results: each run's evaluation.json by its path. texts: keys of their results, by name.
+    """Return the table. results: each run's evaluation.json by path. texts: keys of further texts' results, by name.
 
-    labels: tasks of CORE. A task's accuracy is followed by the centred one; the loss with training pools is followed by
-    the increase of the causal loss on the same tokens.
+    labels: tasks of CORE. Each accuracy is followed by the centred accuracy, and each loss by training pools by the
+    causal loss on the same tokens minus it.
     """
     shown = Table()
     shown.add_column(no_wrap=True)

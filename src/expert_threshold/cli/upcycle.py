@@ -21,21 +21,21 @@ from ..runs.folder import derive
 from .options import STEP, Option, parse_all
 
 DESCRIPTION = (
-    "Initialize a Mixture-of-Experts run from a dense one: the feed-forward becomes the shared expert; routed experts "
-    "start with copies of its input weights and with output weights of zero, so that the model's outputs do not change."
+    "Initialize a Mixture-of-Experts run from a dense one. The feed-forward layer becomes the shared expert; routed "
+    "experts start with copies of its input weights and zero output weights, so the model's outputs do not change."
 )
 
 
 def _options() -> list[Option]:
     return [
         Option("run", str, None, "The folder of the dense run; it is not changed.", positional=True, required=True),
-        Option("to", str, None, "The run folder to make, for et train --init-from.", required=True),
+        Option("to", str, None, "The run folder to create, for et train --init-from.", required=True),
         Option("rule", Literal[tuple(RULES)], DEFAULT_RULE, "How scores become an assignment."),
-        Option("num_experts", int, 16, "Routed experts in a layer."),
+        Option("num_experts", int, 16, "Routed experts per layer."),
         Option("experts_per_token", float, 1.0, "Routed experts per token, on average."),
-        Option("d_expert", int | None, None, "Hidden width of an expert. Defaults to the run's, half a feed-forward."),
-        Option("dense_layers", int, 1, "Number of first layers that stay dense."),
-        Option("seed", NonNegativeInt, 0, "Seed for routers, and for the hidden units that each expert starts with."),
+        Option("d_expert", int | None, None, "Hidden width of an expert. Defaults to the dense run's d_expert."),
+        Option("dense_layers", int, 1, "Number of initial layers that stay dense."),
+        Option("seed", NonNegativeInt, 0, "Seed for the routers, and for the hidden units that each expert copies."),
         STEP,
     ]
 
@@ -61,5 +61,5 @@ def run(arguments: Sequence[str]) -> None:
     model = upcycle(dense, config, torch.Generator().manual_seed(options["seed"]))
     derive(source, to, step, model.state_dict(), model=config.to_dict())
     before, after = (parameter_counts(each) for each in (dense.config, config))
-    print(f"{to}: {after['total']:,} parameters, {after['active']:,} active; it had {before['total']:,}")
+    print(f"{to}: {after['total']:,} parameters, {after['active']:,} active; the dense run had {before['total']:,}")
     print(f"next: {et()} train --init-from {shlex.quote(str(to))} --out NEW")

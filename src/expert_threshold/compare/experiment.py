@@ -1,4 +1,4 @@
-"""Experiments of several runs: a folder that one process works on, and that the same command continues later."""
+"""Experiments of several runs: a folder that one process at a time works on, and that the same command can continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..train.log import Display, Title, clock
 
 OTHER_FOLDER = "restore it from a copy, or name another --out"
 OF_MACHINE = {"seed", "device", "threads", "train_shards"}
-"""Options that config.json contains as resolved, and the seed; runs of one method may differ in them."""
+"""The seed, and options that config.json contains in resolved form; runs of one method may differ in these."""
 
 
 class Kind(NamedTuple):
@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 
 
 class KnownText(NamedTuple):
-    """The text of earlier runs: the hashes of corpus and tokenizer, and the shards it has, since more may follow."""
+    """The text of earlier runs: the hashes of corpus and tokenizer, and its number of shards, as more may follow."""
 
     corpus: str
     tokenizer: str
@@ -43,9 +43,9 @@ class KnownText(NamedTuple):
 
 @contextmanager
 def opened(out: str, kind: Kind) -> Iterator[Path]:
-    """Make or find the folder of an experiment, and lock it for this process; a new folder left empty is removed.
+    """Create or find the folder of an experiment, and lock it for this process; a new folder left empty is removed.
 
-    Raises ValueError if it exists and is not such an experiment.
+    Raises ValueError if the folder exists but is not an experiment of this kind.
     """
     folder = Path(out)
     started = (folder / kind.file).is_file()
@@ -61,7 +61,7 @@ def opened(out: str, kind: Kind) -> Iterator[Path]:
 
 
 def options_by_path(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in the sections of a config.json by path, as it has them, but for `OF_MACHINE`.
+    """Return the options in the sections of a config.json by path, with their values in JSON, except `OF_MACHINE`.
 
     Derived options come last, so that an error names the option that was typed.
     """
@@ -76,17 +76,17 @@ def options_by_path(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_same(now: Mapping[str, Any], before: Mapping[str, Any], out: Path) -> None:
-    """Raise ValueError naming an option that differs from the one with which the experiment was started."""
+    """Raise ValueError naming an option whose value differs from the value that the experiment was started with."""
     for name, value in now.items():
         if value != before.get(name):
             raise ValueError(
-                f"{name}={value!r} differs from {before.get(name)!r}, with which {out} was "
-                "started; keep the old value, or name another --out"
+                f"{name}={value!r} differs from {before.get(name)!r}, which {out} was started with; "
+                "keep the old value, or name another --out"
             )
 
 
 def with_dtype(config: RunConfig, before: str | None) -> RunConfig:
-    """Return the run with the dtype of earlier runs, on whatever machine, where its own is `auto`."""
+    """Return the run with `auto` replaced by the dtype of earlier runs, whatever the machine."""
     train = config.train
     if train.dtype != "auto":
         return config
@@ -102,7 +102,7 @@ def with_shards(config: RunConfig, known: KnownText | None) -> RunConfig:
 
 
 def read_shared_text(config: RunConfig, known: KnownText | None, out: Path, console: Console) -> Text:
-    """Return the text of all new runs. Raises ValueError if it cannot be read, or is not the earlier runs'."""
+    """Return the text of all new runs. Raises ValueError if it is unreadable, or differs from earlier runs."""
     with Display(console) as display:
         text = read_text(config.model, with_shards(config, known).data, config.train, display)
     name = text.corpus.name
@@ -116,7 +116,7 @@ def read_shared_text(config: RunConfig, known: KnownText | None, out: Path, cons
 
 
 def run_title(label: str, start: float, seconds: Sequence[float], later: int) -> Title:
-    """Return the opening of a run's progress lines. seconds: of earlier runs; later: the number of runs to follow."""
+    """Return the prefix of a run's progress lines. seconds: durations of earlier runs; later: number of later runs."""
 
     def title(left: float | None) -> str:
         if left is None:

@@ -26,20 +26,20 @@ class ComparedRun(NamedTuple):
     method: str
     seed: int
     run: RunFolder
-    config: Mapping[str, Any]  # of its config.json
+    config: Mapping[str, Any]  # the contents of config.json
     result: Result | None
 
     @property
     def text(self) -> KnownText:
-        """The text that it was trained on."""
+        """The text that the run was trained on."""
         shards = self.run.section("data").get("train_shards")
         return KnownText(self.run.section("corpus")["hash"], self.run.tokenizer().hash, shards)
 
 
 def read_runs(folder: Path) -> list[ComparedRun]:
-    """Return the runs in folder/METHOD/seed_N by method, in their usual order, and seed.
+    """Return the runs in folder/METHOD/seed_N, sorted by method in the usual order and by seed.
 
-    Raises ValueError if one is damaged.
+    Raises ValueError if a run is damaged.
     """
     usual = list(methods())
     found = []
@@ -47,16 +47,16 @@ def read_runs(folder: Path) -> list[ComparedRun]:
         if (seed := seed_of(path.parent)) is not None:
             run, method = RunFolder.open(path.parent), path.parent.parent.name
             for section in (*SECTIONS, "corpus", "machine", "versions"):
-                run.section(section)  # a configuration that lacks one is refused here
+                run.section(section)  # raises ValueError if a section is missing
             if (own := run.config["train"].get("seed")) != seed:  # a copy would count as another seed
-                raise ValueError(f"{run.path}: holds a run with seed {own}; remove it, or call it seed_{own}")
+                raise ValueError(f"{run.path}: holds a run with seed {own}; remove it, or rename it to seed_{own}")
             found.append(ComparedRun(folder, method, seed, run, run.config, read_result(run, method, seed)))
     return sorted(found, key=lambda run: (usual.index(run.method) if run.method in usual else len(usual), *run[1:3]))
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of finished runs, and their comparison with a baseline, within a margin in nats per token."""
+    """The results of finished runs and their comparison with a baseline. margin: of equivalence, in nats per token."""
 
     headline: str
     runs: Sequence[ComparedRun]
@@ -69,12 +69,12 @@ class Findings:
 
     @cached_property
     def judged(self) -> list[Judged]:
-        """Each method against the baseline. Seconds are compared only if one machine made all runs."""
+        """Each method against the baseline. Seconds are compared only if all runs were made on one machine."""
         machines = {tuple(run.config["machine"][name] for name in ("cpu", "gpu", "threads")) for run in self.runs}
         return judge(self.results, self.baseline, self.margin, timed=len(machines) < 2)
 
     def tables(self, emphasise: Callable[[str], str]) -> list[tuple[Sequence[str], list[list[str]], str]]:
-        """Return the head, the cells and the explanation of each table; the best losses are passed to `emphasise`."""
+        """Return the head, the cells and the explanation of each table; the best losses go through `emphasise`."""
         return [
             (HEADERS, cells(summarise(self.results), emphasise), NOTES),
             (judgement.HEADERS, judged_cells(self.judged, self.baseline), ""),
@@ -82,7 +82,7 @@ class Findings:
         ]
 
     def write(self, folder: Path, file: str) -> None:
-        """Write the tables as JSON, into that file, as CSV and as Markdown."""
+        """Write the tables to `file` as JSON, and to compare.csv and compare.md."""
         rows = summarise(self.results)
         content = {
             "headline": self.headline,

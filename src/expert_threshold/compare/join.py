@@ -1,4 +1,4 @@
-"""Several comparisons in one table: their runs, read from their folders, named by what differs."""
+"""Joins several comparisons into one table, in which runs are named by what differs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ JOINED = Kind("joined comparison", "joined.json")
 
 
 def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
-    """Return the finished runs of several comparisons as one. baseline: None is the usual one.
+    """Return the finished runs of several comparisons as one. baseline: None selects the usual baseline.
 
-    Methods are named with what differs of `sizes`. A run that two folders have is taken from the first. Raises
-    ValueError if a folder has no finished run or is named twice, if budgets or texts differ, if runs of one name differ
-    in their recipes, or runs of one name and seed in their losses.
+    Names of methods include the `sizes` in which they differ. A run in two folders is taken from the first. Raises
+    ValueError if a folder has no finished run or is named twice, if budgets or texts differ, if runs of the same name
+    differ in their recipes, or if runs of the same name and seed differ in their losses.
     """
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
         raise ValueError(f"--join: {listed(folders)} are not different folders; name each once")
@@ -57,7 +57,7 @@ def _budget(run: ComparedRun) -> dict[str, Any]:
 
 
 def _recipe(run: ComparedRun) -> dict[str, Any]:
-    """Return the options of optimizer, model and rule that have an effect."""
+    """Return the options of the optimizer, the model and the rule that have an effect."""
     left_out = {"model.dispatch", *(OF_EXPERTS if run.config["rule"]["name"] == DENSE else ())}
     every = options_by_path(run.config).items()
     return {path: value for path, value in every if not path.startswith(("train.", "data.")) and path not in left_out}

@@ -13,7 +13,7 @@ from ..recipes import REFERENCE
 from .paired import FEW, Corrected, Difference, corrected, paired
 
 MARGIN = 0.01
-"""Nats per token within which two methods count as equivalent unless --margin says otherwise."""
+"""Default of --margin: the difference in nats per token within which two methods count as equivalent."""
 
 HEADERS = (
     "method", "minus baseline", "verdict", "corrected", "at equal FLOPs", "at equal seconds", "FLOPs", "seconds",
@@ -27,10 +27,10 @@ LOADS = (
 class Judged(NamedTuple):
     """A method against the baseline, over the seeds that both have. Differences are None for the baseline itself.
 
-    difference: of last validation losses, in nats per token. at_flops, at_seconds: of the losses at the FLOPs and the
-    seconds of the cheaper run of each pair. flops: of a run, the mean, by the fanout of training.
-    seconds: of training, the median. seconds_to_loss: until the baseline's last loss, the median; None if some seed
-    never reached it. What seconds decide is None where they were not measured on one machine. corrected: the verdict
+    difference: of the last validation losses, in nats per token. at_flops, at_seconds: of the losses at the FLOPs and
+    the seconds of the cheaper run of each pair. flops: mean per run, by the fanout in training.
+    seconds: median training time. seconds_to_loss: median time to the baseline's last loss; None if a seed never
+    reached it. Fields that depend on seconds are None unless all runs were timed on one machine. corrected: the verdict
     on the difference, corrected for the number of methods; None with one seed.
     """
 
@@ -53,11 +53,11 @@ class Judged(NamedTuple):
 
 
 def chosen_baseline(baseline: str | None, methods: Sequence[str]) -> str:
-    """Return the baseline's name; None is token choice or else the first method. Raises ValueError if it is absent."""
+    """Return the baseline's name. By default it is token choice, else the first method. Raises ValueError if absent."""
     if baseline is None:
         return REFERENCE if REFERENCE in methods else methods[0]
     if baseline not in methods:
-        raise ValueError(f"--baseline {baseline}: is not among the compared methods; use one of {', '.join(methods)}")
+        raise ValueError(f"--baseline {baseline}: not among the compared methods; use one of {', '.join(methods)}")
     return baseline
 
 
@@ -93,7 +93,7 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
 
 
 def _minus(losses: Sequence[tuple[float | None, float | None]]) -> list[float] | None:
-    """Return the differences of paired losses; None if one is missing."""
+    """Return the differences of paired losses; None if a loss is missing."""
     known = [mine - other for mine, other in losses if mine is not None and other is not None]
     return known if len(known) == len(losses) else None
 
@@ -101,7 +101,7 @@ def _minus(losses: Sequence[tuple[float | None, float | None]]) -> list[float] |
 def _at_equal(
     mine: Result, my_use: Sequence[float], other: Result, its_use: Sequence[float]
 ) -> tuple[float | None, float | None]:
-    """Return both losses when each run had used as much as the cheaper one uses in all; None if one diverged."""
+    """Return both losses where each run had used as much as the cheaper one did in total; None if one diverged."""
     if mine.loss is None or other.loss is None:
         return None, None
     limit = min(my_use[-1], its_use[-1])
@@ -109,7 +109,7 @@ def _at_equal(
 
 
 def loss_at(run: Result, used: Sequence[float], limit: float) -> float | None:
-    """Return the validation loss when `limit` was used, linear between validations; None before the first."""
+    """Return the validation loss when `limit` was used, interpolated linearly; None before the first validation."""
     points = list(zip(used, (loss for _, loss in run.curve), strict=True))
     for (start, before), (end, after) in pairwise([points[0], *points]):
         if limit <= end * (1 + 1e-9):
@@ -120,7 +120,7 @@ def loss_at(run: Result, used: Sequence[float], limit: float) -> float | None:
 
 
 def _seconds_to(run: Result, goal: float | None) -> float | None:
-    """Return the seconds until the run's validation loss was at most `goal`, linear between validations."""
+    """Return the seconds until the run's validation loss fell to `goal`, interpolated linearly between validations."""
     if goal is None:
         return None
     points = [(at, loss) for at, (_, loss) in zip(run.clock, run.curve, strict=True) if loss is not None]
@@ -150,7 +150,7 @@ def judged_cells(rows: Sequence[Judged], baseline: str) -> list[list[str]]:
 
 
 def shown(difference: Difference | None) -> str:
-    """Return a mean and half of its interval as text."""
+    """Return a mean and half the width of its interval as text."""
     if difference is None:
         return "–"
     half = "" if difference.high is None else f" ± {difference.high - difference.mean:.3f}"
@@ -185,11 +185,11 @@ def notes(rows: Sequence[Judged], baseline: str, margin: float) -> str:
     return (
         f"Differences are validation losses minus {baseline}'s, in nats per token, paired by seed; ± is the 95 % "
         "interval of their mean by Student's t. Verdict: equivalent if the mean lies within "
-        f"±{margin:g} by two one-sided tests at 5 %, lower or higher if the interval excludes 0, open otherwise. "
+        f"±{margin:g} by two one-sided tests at 5 %, lower or higher if the interval excludes 0, and open otherwise. "
         f"{correction}"
-        "At equal FLOPs or seconds, both losses are read where each run has used as many as the cheaper run of the "
-        "pair, linearly between validations; a run cut short there has not finished its schedule. FLOPs count training "
-        "with the measured fanout of each step, seconds count optimizer steps. Tokens without expert are counted in "
-        "validation. Validation − training: the last validation loss minus the loss of training's last tenth; missing "
-        "if an interval is longer."
+        "At equal FLOPs or seconds, both losses are read where each run has used as much as the cheaper run of the "
+        "pair, interpolated linearly between validations; a run read before its end has not finished its schedule. "
+        "FLOPs count training with each step's measured fanout; seconds count optimizer steps. Tokens without expert "
+        "are counted in validation. Validation − training is the last validation loss minus the training loss over the "
+        "last tenth of the steps; it is missing if a logging interval is longer."
     )

@@ -1,4 +1,4 @@
-"""compare.html: the tables of a comparison, whose columns sort at a click, and its figures."""
+"""compare.html: the figures of a comparison and its tables, whose columns can be sorted by clicking."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .judgement import shown as interval
 from .paired import Verdict
 
 BEYOND = 3
-"""The figure of differences ends at so many times the median distance from 0 to the far end of an interval."""
+"""The limit of the axis of differences, in multiples of the median distance from 0 to the far end of an interval."""
 VERDICTS: dict[Verdict, str] = {"lower": METHODS[3], "equivalent": INK, "open": MUTED, "higher": METHODS[6]}
 """The colours of verdicts."""
 
 
 def draw(findings: Findings, folder: Path, labels: Mapping[str, str] | None = None) -> list[str]:
-    """Write the page, and its main figures as files, and return their names.
+    """Write the page and its main figures as files, and return the names of the figures.
 
-    labels: the methods' names in the figure of losses. Raises ValueError if matplotlib is missing.
+    labels: names of the methods in the figure of losses. Raises ValueError if matplotlib is missing.
     """
     methods = by_tokens(findings.results)["methods"]
     for entry in methods:
@@ -47,7 +47,7 @@ def draw(findings: Findings, folder: Path, labels: Mapping[str, str] | None = No
 
 
 def comparison_page(findings: Findings, folder: Path) -> str:
-    """Return the page in that folder, with links to the runs' reports. Raises ValueError if matplotlib is missing."""
+    """Return the page for this folder, with links to the runs' reports. Raises ValueError if matplotlib is missing."""
     results, judged, baseline, margin = findings.results, findings.judged, findings.baseline, findings.margin
     band = f"Last validation loss minus that of {baseline}, with 95 % intervals; the band is ±{margin:g}."
     shown = []
@@ -70,7 +70,7 @@ def comparison_page(findings: Findings, folder: Path) -> str:
 
 
 def by_tokens(results: Sequence[Result]) -> Data:
-    """Return the mean losses over tokens, as figures take them."""
+    """Return the mean losses over tokens, as data for a figure."""
     methods = [{"method": method, "kind": method, "points": points} for method, points in curves(results).items()]
     return {"methods": methods}
 
@@ -86,10 +86,10 @@ def by_seconds(results: Sequence[Result]) -> Data:
 
 
 def draw_differences(judged: Sequence[Judged], baseline: str, margin: float) -> Figure:
-    """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin.
+    """Draw each method's mean difference from the baseline with its 95 % interval, best first, and the margin.
 
-    Colours show verdicts. One outlier does not decide the scale: an interval that goes on beyond an edge has an arrow
-    there, and a mean beyond it is a number there.
+    Colours show verdicts. An outlier does not determine the scale: an interval that extends beyond an edge ends in an
+    arrow there, and a mean beyond it is printed there as a number.
     """
     rows = [(row.method, row.difference) for row in judged if row.difference is not None]
     rows.sort(key=lambda row: row[1].mean)
@@ -117,5 +117,5 @@ def draw_differences(judged: Sequence[Judged], baseline: str, margin: float) -> 
         number = axes.text(side, place, interval(difference), ha=align, va="center", color=colour)
         number.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
     axes.set_xlabel(f"validation loss minus {baseline}'s (nats per token)", loc="right")
-    axes.locator_params(axis="x", nbins=6)  # more labels of "−0.06" would touch
+    axes.locator_params(axis="x", nbins=6)  # more labels such as "−0.06" would touch
     return figure

@@ -1,4 +1,4 @@
-"""Differences that are paired over seeds: their mean, its interval, a test of equivalence, and Holm's correction."""
+"""Differences paired over seeds: their mean and its interval, a test of equivalence, and Holm's correction."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 
 Verdict = Literal["lower", "higher", "equivalent", "open"]
 FEW = 6
-"""With fewer seeds a family's differences share one standard error, pooled over methods."""
+"""With fewer seeds than this, a family of differences shares one standard error, pooled over methods."""
 
 
 class Difference(NamedTuple):
-    """The mean of paired differences with its 95 % interval by Student's t; both ends are None with one pair.
+    """The mean of paired differences with its 95 % interval by Student's t; both ends are None for a single pair.
 
-    verdict: equivalent where the mean lies within the margin by two one-sided tests at 5 %, which holds if its 90 %
-    interval does; else lower or higher where the 95 % interval excludes 0; else open, as it always is with one pair.
+    verdict: equivalent if two one-sided tests at 5 % put the mean within the margin, that is, if its 90 % interval lies
+    within it; else lower or higher if the 95 % interval excludes 0; else open, as always for a single pair.
     """
 
     mean: float
@@ -29,7 +29,7 @@ class Difference(NamedTuple):
 
 
 class Corrected(NamedTuple):
-    """The verdict on a difference among several, with the standard error that it rests on.
+    """The verdict on one of several differences, with the standard error that it is based on.
 
     freedom: degrees of freedom of the error.
     """
@@ -40,7 +40,7 @@ class Corrected(NamedTuple):
 
 
 def paired(differences: Sequence[float], margin: float) -> Difference:
-    """Return the mean of the differences, at least one, with its interval and verdict."""
+    """Return the mean of one or more differences, with its interval and verdict."""
     center = mean(differences)
     if len(differences) < 2:
         return Difference(center, None, None, "open")
@@ -57,8 +57,8 @@ def paired(differences: Sequence[float], margin: float) -> Difference:
 def corrected(family: Sequence[Sequence[float]], margin: float) -> list[Corrected]:
     """Return the verdicts on several methods' differences to one baseline, each paired over two or more seeds.
 
-    Both tests of `paired` have Holm's correction: of all claims that methods differ, one is wrong with a probability of
-    at most 5 %, and so of all claims of equivalence. With fewer than FEW seeds, the same for all, errors are pooled.
+    Holm's correction is applied to both tests of `paired`: the probability that any claim of a difference is wrong is
+    at most 5 %, and likewise for claims of equivalence. With fewer than FEW seeds, the same for all, errors are pooled.
     """
     errors = [(stdev(each) / len(each) ** 0.5, len(each) - 1) for each in family]
     seeds = {len(each) for each in family}
@@ -78,8 +78,8 @@ def corrected(family: Sequence[Sequence[float]], margin: float) -> list[Correcte
 
 
 def residual_spread(losses: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Return the standard deviation of losses (methods, seeds) about the sum of a method's and a seed's effect, and its
-    degrees of freedom.
+    """Return the standard deviation of losses (methods, seeds) around the sum of a method effect and a seed effect, and
+    its degrees of freedom.
     """
     x = np.array(losses)
     residual = x - x.mean(0) - x.mean(1, keepdims=True) + x.mean()
@@ -88,7 +88,7 @@ def residual_spread(losses: Sequence[Sequence[float]]) -> tuple[float, int]:
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """Return the probabilities adjusted for their number, by Holm's step-down procedure."""
+    """Return the p-values adjusted for multiple comparisons by Holm's step-down procedure."""
     adjusted, most = [0.0] * len(probabilities), 0.0
     for rank, place in enumerate(sorted(range(len(probabilities)), key=probabilities.__getitem__)):
         most = max(most, min(1.0, (len(probabilities) - rank) * probabilities[place]))
@@ -105,7 +105,7 @@ def _tail(distance: float, error: float, freedom: int) -> float:
 
 @cache
 def student(confidence: float, freedom: int) -> float:
-    """Return t such that |T| <= t with that probability, for Student's T with `freedom` degrees of freedom."""
+    """Return t such that |T| <= t with probability `confidence`, for Student's T with `freedom` degrees of freedom."""
     angles, share = _angles(freedom)
     return float(freedom**0.5 * np.tan(np.interp(confidence, share, angles)))
 

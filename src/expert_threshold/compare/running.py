@@ -32,8 +32,8 @@ from .findings import ComparedRun, Findings, read_runs
 from .judgement import MARGIN
 
 COMPARISON = Kind("comparison", "compare.json")
-# Options of training in which runs that are compared must agree, and options of the model in which they may differ:
-# rules, what `results.sizes` names, and `dispatch`, which is how a layer is computed.
+# Options of training in which compared runs must agree, and options of the model in which they may differ: those that
+# `results.sizes` names, and `dispatch`, which only selects how a layer is computed.
 SHARED = ("batch_size", "accumulation", "eval_tokens", "dtype")
 NOT_SHARED = ("dispatch", "d_expert", "shared_experts", "gate_norm")
 OF_EXPERTS = {
@@ -44,19 +44,19 @@ OF_EXPERTS = {
 
 
 def budget(train: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, of these sections of a run, in which the runs of a table must agree."""
+    """Return the options in these sections of a run in which all runs of a table must agree."""
     shared = {name: train[name] for name in SHARED}
     return shared | {name: value for name, value in model.items() if name not in NOT_SHARED}
 
 
 def several_versions(runs: Sequence[ComparedRun]) -> str:
-    """Return a clause that names the versions of this package that made the runs, if they are several."""
+    """Return a clause that lists the versions of this package that made the runs, if there are several."""
     versions = list(dict.fromkeys(str(run.config["versions"]["expert_threshold"]) for run in runs))
     return f"; made by several versions of expert-threshold: {listed(versions)}" if len(versions) > 1 else ""
 
 
 class Comparison(NamedTuple):
-    """Runs of several methods in folder/METHOD/seed_N. start: what their options start from, in words."""
+    """Runs of several methods in folder/METHOD/seed_N. start: a description of what their options start from."""
 
     folder: Path
     configs: Mapping[str, RunConfig]  # by method, with seed 0
@@ -66,11 +66,11 @@ class Comparison(NamedTuple):
     margin: float = MARGIN
 
     def runs(self) -> list[ComparedRun]:
-        """Return the runs that were started, those of other methods and seeds included."""
+        """Return all runs that were started, including runs of other methods and seeds."""
         return read_runs(self.folder)
 
     def require_continued(self) -> None:
-        """Raise ValueError naming an option in which runs of the folder differ from those that are to follow."""
+        """Raise ValueError naming an option in which existing runs of the folder differ from the runs to come."""
         runs = self.runs()
         for run in runs:
             config = with_dtype(self.configs.get(run.method, next(iter(self.configs.values()))), _dtype(runs))
@@ -81,10 +81,10 @@ class Comparison(NamedTuple):
             require_same(now | {"init_from": None}, before | {"init_from": run.config.get("init_from")}, self.folder)
 
     def train(self, console: Console) -> None:
-        """Train every unfinished run, all methods of one seed before the next seed; a run already begun is resumed.
+        """Train every unfinished run, all methods of one seed before the next seed; a run already started is resumed.
 
-        A run that diverges has no loss, and the others follow. New runs share a text that is read once. Raises
-        KeyboardInterrupt after a run that a signal stopped, ValueError and OSError as `train` does.
+        A run that diverges has no loss, and training goes on with the next run. New runs share a text that is read
+        once. Raises KeyboardInterrupt if a signal stopped a run, and ValueError and OSError as `train` does.
         """
         text: Text | None = None
         earlier = self.runs()
@@ -132,7 +132,7 @@ class Comparison(NamedTuple):
         return Findings(self.headline(runs), runs, self.baseline, self.margin)
 
     def headline(self, runs: Sequence[ComparedRun] = ()) -> str:
-        """Return a line on the text, the budget and the machines that made the runs; without runs, this one."""
+        """Return a line on the text, the budget and the machines that made the runs (this machine without runs)."""
         config = next(iter(self.configs.values()))
         cost, corpus = costs(config), Path(config.data.source).name
         here = machine(pick_device(config.train.device), config.train.threads)
@@ -144,7 +144,7 @@ class Comparison(NamedTuple):
         )
 
     def labels(self) -> dict[str, str]:
-        """Return the methods' names in figures, which are their rules' labels."""
+        """Return the names of the methods in figures: the labels of their rules."""
         configs = {run.method: RunConfig.from_dict(run.config) for run in self.runs()}
         return {
             method: DENSE if config.model.rule is None else config.model.rule.label_of(window(config).pool)

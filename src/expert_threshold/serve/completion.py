@@ -1,8 +1,8 @@
 """Requests, responses and errors of /v1/completions, in OpenAI's format.
 
-Unknown fields are rejected, as OpenAI does. OpenAI's fields that this server does not support (`best_of`,
-`logit_bias`, `presence_penalty`, …) are rejected unless they hold their neutral value. null means the default. Two
-fields are ours: `top_k`, and `rate`, routed experts per token in this request's texts.
+Unknown fields are rejected, as OpenAI rejects them. OpenAI's fields that this server does not support (`best_of`,
+`logit_bias`, `presence_penalty`, …) are rejected unless they hold their neutral value. null selects the default. Two
+fields are our own: `top_k`, and `rate`, the number of routed experts per token for this request.
 
 pydantic checks types and ranges, and describes them in /openapi.json; it comes with the extra `serve`.
 """
@@ -23,7 +23,7 @@ from ..generate.engine import Request, Step, TextStream, ending
 from .worker import ApiError, Limits
 
 MAX_TOKENS = 16
-"""max_tokens of a request that gives none, or the most it may ask for; OpenAI's default."""
+"""The default of max_tokens, as in OpenAI's API, unless the server's limit is lower."""
 
 SEEDS = 2**63
 
@@ -43,7 +43,7 @@ def shown(value: object) -> str:
 
 
 Fields = dict[str, tuple[Any, Any]]
-"""Name -> type and default of a field of a request, for pydantic."""
+"""The type and the default of each field of a request, by name, for pydantic."""
 
 
 ZERO = (float | None, Field(None, ge=0, le=0))
@@ -58,7 +58,7 @@ NEUTRAL: Fields = {
     "suffix": (str | None, Field(None, max_length=0)),
     "ignore_eos": OFF,
 }
-"""Fields of OpenAI and vLLM that are not supported, with the values that change nothing and are accepted."""
+"""Unsupported fields of OpenAI and vLLM, which are accepted only with values that have no effect."""
 STREAM_OPTIONS: Fields = {
     "include_usage": (bool | None, None),
     "include_obfuscation": OFF,
@@ -67,14 +67,14 @@ STREAM_OPTIONS: Fields = {
 UNSUPPORTED = "is not supported; leave it out"
 
 MUST = dict.fromkeys((*NEUTRAL, *(f"stream_options.{name}" for name in STREAM_OPTIONS)), UNSUPPORTED) | {
-    "prompt": "must be a string, a list of strings, a list of token ids, or a list of those",
+    "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "must be a string or a list of strings",
 }
-"""Error texts for fields that pydantic would describe by a neutral value or by only one of several types."""
+"""Error texts for fields for which pydantic would name only a neutral value, or only one of several types."""
 
 
 def sampling_fields(limits: Limits, context: int, dial: float | None) -> Fields:
-    """Return the fields that sampling a text has. dial: the largest rate; None where the rate is fixed."""
+    """Return the request fields for sampling a text. dial: the largest rate; None if the rate is fixed."""
     most = min(limits.output_tokens or context, context)
     return {
         "max_tokens": (int | None, Field(min(MAX_TOKENS, most), ge=0, le=most)),
@@ -86,18 +86,18 @@ def sampling_fields(limits: Limits, context: int, dial: float | None) -> Fields:
 
 
 def request_model(name: str, fields: Fields) -> type[BaseModel]:
-    """Return the model of a request: no other fields, no conversions."""
+    """Return the pydantic model of a request, which rejects other fields and converts no types."""
     return create_model(name, __config__=ConfigDict(strict=True, extra="forbid"), **cast(Any, fields))
 
 
 def completion_model(name: str, limits: Limits, context: int, dial: float | None) -> type[BaseModel]:
-    """Return the model of a completion request. It omits the limits on prompts and on stop strings together."""
+    """Return the pydantic model of a completion request. `Parser` checks the lengths of prompts and stop strings."""
     flag = (bool | None, None)
     return request_model(
         "CompletionRequest",
         sampling_fields(limits, context, dial)
         | {
-            "model": (str, Field(json_schema_extra={"enum": [name]})),  # another one is a 404
+            "model": (str, Field(json_schema_extra={"enum": [name]})),  # any other name is a 404
             "prompt": (str | list[str] | list[int] | list[list[int]] | None, None),
             "n": (int | None, Field(1, ge=1, le=limits.n)),
             "top_p": (float | None, Field(1.0, ge=0, le=1)),
@@ -114,7 +114,7 @@ def completion_model(name: str, limits: Limits, context: int, dial: float | None
 
 
 def validated(model: type[BaseModel], fields: Mapping[str, Any]) -> Any:
-    """Return the request, with defaults in place of null. Raises ApiError 400, which names the field."""
+    """Return the validated request, with defaults in place of null. Raises ApiError 400 naming the invalid field."""
     defaults = [name for name, field in model.model_fields.items() if not field.is_required()]
     try:
         return model.model_validate({k: v for k, v in fields.items() if v is not None or k not in defaults})
@@ -124,7 +124,7 @@ def validated(model: type[BaseModel], fields: Mapping[str, Any]) -> Any:
     param = ".".join(map(str, place[: 2 if place[:1] == ("stream_options",) else 1])) if place else str(error["input"])
     if kind == "missing":
         raise ApiError(400, f"the field {param} is missing", param=param, code="missing_field")
-    if kind in ("extra_forbidden", "string_unicode"):  # the latter for a name that is no text
+    if kind in ("extra_forbidden", "string_unicode"):  # the latter for a name that is not valid text
         raise ApiError(400, f"unknown field {shown(param)}", param=param[:60], code="unknown_field")
     if kind == "none_required":
         must = "is not supported by this model, which has no cutoffs or no sketch of its scores; leave it out"
@@ -135,7 +135,7 @@ def validated(model: type[BaseModel], fields: Mapping[str, Any]) -> Any:
 
 
 class Completion(NamedTuple):
-    """A validated request. prompts: token ids. opened: True if the prompts are texts, each of which starts with BOS."""
+    """A validated request. prompts: token ids. opened: True if the prompts were texts; each then starts with BOS."""
 
     model: str
     prompts: tuple[tuple[int, ...], ...]
@@ -161,7 +161,7 @@ def _shift(seed: int | None, by: int) -> int | None:
 
 
 class Parser:
-    """Parses request bodies. Whatever is wrong with a body raises an ApiError with a status below 500.
+    """Parses request bodies. Anything wrong with a body raises ApiError with a status below 500.
 
     dial: as in `sampling_fields`.
     """
@@ -211,16 +211,16 @@ class Parser:
         every: list[Any] = texts if texts and isinstance(texts[0], list) else [texts]
         for prompt in every:
             if not prompt:
-                raise invalid("prompt", value, "has an empty list", code="invalid_type")
+                raise invalid("prompt", value, "contains an empty list", code="invalid_type")
             for token in prompt:
                 if not 0 <= token < self.tokenizer.vocab_size:
-                    raise invalid("prompt", token, f"is no token id; they are 0 to {self.tokenizer.vocab_size - 1}")
+                    raise invalid("prompt", token, f"is not a token id; ids are 0 to {self.tokenizer.vocab_size - 1}")
         return tuple(map(tuple, every)), False
 
     def _stop(self, value: str | list[str] | None) -> tuple[str, ...]:
         stops = [] if value is None else [value] if isinstance(value, str) else value
         if "" in stops or sum(map(len, stops)) > self.limits.stop_characters:
-            must = f"must not be empty, nor have over {self.limits.stop_characters} characters in all"
+            must = f"must not be empty, or longer than {self.limits.stop_characters} characters in total"
             raise invalid("stop", value, must)
         return tuple(stops)
 
@@ -247,12 +247,12 @@ class Parser:
 def require_model(model: str, name: str) -> None:
     """Raise ApiError 404 unless this is the name of the server's model."""
     if model != name:
-        message = f"the model {shown(model)} does not exist; this server has {name}"
+        message = f"the model {shown(model)} does not exist; this server serves {name}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body; rejects NaN and Infinity, which JSON does not have."""
+    """Return the JSON object in a body. Raises ApiError 400 for anything else, including NaN and Infinity."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -268,7 +268,7 @@ def _no_constant(name: str) -> None:
 
 
 class Answer:
-    """The response to a completion, whole or in chunks."""
+    """The response to a completion request, whole or in chunks."""
 
     def __init__(self, asked: Completion, tokenizer: Tokenizer) -> None:
         self.asked, self.tokenizer = asked, tokenizer
@@ -284,7 +284,7 @@ class Answer:
         return self.head | {"choices": list(choices)}
 
     def usage(self) -> dict[str, int]:
-        """Return token counts. A prompt counts once, however many texts continue it; BOS counts."""
+        """Return token counts. A prompt counts once, however many texts continue it. BOS counts too."""
         read, written = sum(map(len, self.asked.prompts)), sum(choice.written for choice in self.choices)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
@@ -292,8 +292,8 @@ class Answer:
 class Choice:
     """One text of a response, with its tokens, their logprobs, and their offsets in the text.
 
-    A token that is not whole characters is named "bytes:\\x…", as by OpenAI. Where a stop string ended a text, all of
-    its tokens are listed, those of the stop string too.
+    A token that is not whole characters is named "bytes:\\x…", as in OpenAI's API. If a stop string ended the text, the
+    tokens of the stop string are listed too.
     """
 
     def __init__(self, index: int, asked: Completion, tokenizer: Tokenizer) -> None:
@@ -334,7 +334,7 @@ class Choice:
         return start if own is None else self._offset - len(own)
 
     def _top(self, step: Step) -> dict[str, float] | None:
-        """Return the logprobs of the likeliest tokens and of the one chosen."""
+        """Return the logprobs of the likeliest tokens and of the chosen token."""
         if step.logprob is None:
             return None
         return {self._name(token): logprob for token, logprob in step.top} | {self._name(step.token): step.logprob}

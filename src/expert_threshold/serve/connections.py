@@ -1,4 +1,4 @@
-"""uvicorn and its connections: sockets, and HTTP that withstands clients that never finish sending a request."""
+"""Sockets and HTTP connections of uvicorn, hardened against clients that never finish sending a request."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 CONNECTIONS = 1024
-"""Beyond this uvicorn itself answers with 503."""
+"""The maximum number of connections; beyond it uvicorn itself responds with 503."""
 
 SETTLE = 0.25
-"""Seconds before an unfinished connection counts, since many may open at once and then send their requests."""
+"""Seconds before an unfinished connection counts, since a client may open many before it sends its requests."""
 
 
 def run_server(app: Starlette, sockets: Sequence[socket.socket]) -> None:
-    """Serve until SIGINT or SIGTERM; a second signal ends requests in progress at once."""
+    """Serve until SIGINT or SIGTERM; a second signal aborts requests in progress."""
     with contextlib.suppress(KeyboardInterrupt):
         _Server(configure(app)).run(list(sockets))
 
 
 class _Server(uvicorn.Server):
-    """Says where it runs once it handles signals."""
+    """Prints its URL once it handles signals."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -45,7 +45,7 @@ class _Server(uvicorn.Server):
 def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
     """Return uvicorn's configuration, with h11, which is strict and limits the size of headers.
 
-    grace: seconds that requests in progress have after the first signal.
+    grace: seconds that requests in progress get to finish after the first signal.
     """
     return uvicorn.Config(
         app,
@@ -59,19 +59,19 @@ def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
 
 
 def bounded(limits: Limits) -> type[H11Protocol]:
-    """Return the protocol class of a server with these limits, for uvicorn's option `http`."""
+    """Return a protocol class with these limits, for uvicorn's option `http`."""
     return type("Bounded", (_Bounded,), {"limits": limits, "hanging": defaultdict(dict)})
 
 
 class _Bounded(H11Protocol):
     """uvicorn's protocol, with a deadline for headers and a limit on the unfinished connections of an address.
 
-    A connection is unfinished from when it opens, or from its last response, until a whole request has arrived. Headers
-    have their deadline here, bodies in `read_body`, which can answer the client. Beyond the limit the oldest connection
-    is closed, not the newest, so that a client that does send a request gets a response, from that address too.
+    A connection is unfinished from its opening or last response until a whole request has arrived. The deadline for
+    headers is enforced here; the deadline for bodies is in `read_body`, which can still respond to the client. Beyond
+    the limit the oldest connection is closed, not the newest, so a client that does send a request gets a response.
 
-    No server provides this. uvicorn's timeout for idle connections ends with the first byte. Hypercorn's and granian's
-    cover the headers, but neither limits connections per address, nor lets code do so.
+    No server provides this. uvicorn's timeout for idle connections stops at the first byte. The timeouts of Hypercorn
+    and granian cover the headers, but neither server limits connections per address or lets code do so.
     """
 
     limits: Limits
@@ -91,7 +91,7 @@ class _Bounded(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._expect_request()
-        super().on_response_complete()  # starts on a request that arrived meanwhile
+        super().on_response_complete()  # starts a request that arrived in the meantime
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -102,12 +102,12 @@ class _Bounded(H11Protocol):
         self._end_waiting()
         self._timers = [
             self.loop.call_later(SETTLE, self._hang),
-            # Abort rather than close: output that is still unsent by then was not being read, either.
+            # Abort rather than close: a client with unsent output at this point is not reading it either.
             self.loop.call_later(self.limits.header_seconds, self.transport.abort),
         ]
 
     def _look(self) -> None:
-        """Check whether the request is complete, and start or stop its deadline."""
+        """Stop the deadline once the headers have arrived, and stop waiting once the request is complete."""
         if self.cycle is None or self.cycle.response_complete:
             return
         if self.cycle.more_body:
@@ -145,7 +145,7 @@ def url(listener: socket.socket) -> str:
 def bind(host: str, port: int) -> list[socket.socket]:
     """Return a listening socket for each address of the host; with port 0 all share one free port.
 
-    Raises ValueError where no server can listen. Clients that connect before the server runs wait for it.
+    Raises ValueError if no server can listen there. Clients that connect before the server runs wait for it.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -173,7 +173,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 def _refusal(host: str, port: int, error: OSError) -> ValueError:
     if error.errno == errno.EADDRINUSE:
-        return ValueError(f"--port {port}: in use at {host}; give another one, or 0 for one that is free")
+        return ValueError(f"--port {port}: already in use on {host}; give another port, or 0 for a free one")
     if error.errno == errno.EACCES:
-        return ValueError(f"--port {port}: not allowed for this user; give one of 1024 or more")
+        return ValueError(f"--port {port}: not allowed for this user; give a port of 1024 or above")
     return ValueError(f"--host {host} --port {port}: {error.strerror}; give another address")

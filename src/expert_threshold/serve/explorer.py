@@ -1,12 +1,12 @@
-"""The routing explorer: a page that shows where every token of a text went, and its two endpoints.
+"""The routing explorer: a page that shows which experts each token of a text goes to, and its endpoints.
 
     GET  /                 the page, from `static/`
     GET  /explorer/runs    a description of each run, with the path of its report, if it has one
     GET  /explorer/report/{place}
-                           report.html of the run at that place among them
-    POST /explorer/read    {"run", "text", "max_tokens", …}: the text's tokens and those generated after it, as
-                           server-sent events: {"run": …} at this request's rate, then any number of
-                           {"tokens": […]}, finally {"done": true} or {"error": {"message": …}}
+                           report.html of the run at that index in the list of runs
+    POST /explorer/read    {"run", "text", "max_tokens", …}: the tokens of the text and of its continuation, as
+                           server-sent events: {"run": …}, described at the request's rate, then any number of
+                           {"tokens": […]}, and finally {"done": true} or {"error": {"message": …}}
 
 The responses reveal texts, so only this server's own pages may read them.
 """
@@ -48,8 +48,8 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 OF_REPORT = HEADERS | {
-    # A report holds its style and script. The sandbox keeps the script from reading other texts here: to this server
-    # it is a foreign page. Browsers refuse a sandbox together with an opener policy.
+    # A report has inline styles and scripts. The sandbox makes it a foreign page to this server, so its script cannot
+    # read other texts here. Browsers refuse a sandbox combined with an opener policy.
     "Content-Security-Policy": "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "unsafe-none",
@@ -62,7 +62,7 @@ TOPS = 6
 class Explored(NamedTuple):
     """A run under the name that the page shows.
 
-    worker: runs its engine; None is the server's own worker. report: its report.html, which may not exist.
+    worker: runs the engine; None for the server's main worker. report: path of report.html, which may not exist.
     """
 
     name: str
@@ -73,9 +73,9 @@ class Explored(NamedTuple):
 
 
 def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
-    """Return a run as JSON. dial: the largest rate it can run at; None if the rate is fixed.
+    """Return a description of a run as JSON. Its `dial` is the largest supported rate, None if the rate is fixed.
 
-    Each layer lists its cutoffs at the rate, or the biases that are added to its scores, or neither.
+    Each layer lists its cutoffs at this rate, the biases added to its scores, or neither.
     """
     config, moes = run.model.config, dict(run.model.moe_layers())
     rule, layers = config.rule, []
@@ -98,10 +98,10 @@ def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
 
 
 def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
-    """Return a recorded step as JSON. loss: nats, None for the token that opens the text. label: its bytes, readable.
+    """Return a recorded step as JSON. loss: in nats, None for the first token of the text. label: readable text.
 
-    top: the likeliest tokens at its position as [token, label, probability]. layers: one entry per MoE layer; gates:
-    by expert that it went to; border: the lowest chosen score, bias included, which is token choice's cutoff.
+    top: the likeliest tokens at this position, as [token, label, probability]. layers: one entry per MoE layer, with
+    `gates` in the order of `experts`, and with `border`, the lowest chosen score including the bias.
     """
     assert step.routing is not None, "only recorded steps have a routing"
     biases = [_bias(moe.router) for _, moe in run.model.moe_layers()]
@@ -118,13 +118,13 @@ def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
 
 
 def _bias(router: Router | None) -> Tensor | None:
-    """Return what a layer's rule adds to scores for selection; None if it does not, or compares anything else."""
+    """Return the biases that a rule adds to scores to select the top k; None if it has none or selects otherwise."""
     best = None if router is None else router.rule.biased_top_k(router.state)
     return None if best is None or not best[0].any() else best[0]
 
 
 def _layer(model: GPT, bias: Tensor | None, routing: TokenRouting) -> dict[str, Any]:
-    """Return a token's routing in one layer; the bias only enters `border`, not the scores."""
+    """Return a token's routing in one layer as JSON. Only `border` includes the bias; the scores do not."""
     biases = [0.0] * len(routing.scores) if bias is None else bias.tolist()
     chosen = [routing.scores[expert] + biases[expert] for expert in routing.experts]
     share = max(len(routing.experts), 1) if model.config.gate_norm == "fanout" else 1
@@ -137,7 +137,7 @@ def _layer(model: GPT, bias: Tensor | None, routing: TokenRouting) -> dict[str, 
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as readable text; bytes that are not whole characters appear as \\xe2."""
+    """Return a token as readable text; bytes that are not whole characters appear as escapes such as \\xe2."""
     return tokenizer.decode_bytes([token]).decode("utf-8", errors="backslashreplace")
 
 
@@ -146,13 +146,13 @@ def _numbers(values: Tensor | None) -> list[float] | None:
 
 
 def _number(value: float) -> float:
-    """Round to six digits, for size, and clamp: a cutoff that all tokens or none exceed is infinite, unlike JSON."""
+    """Round to six digits to save space, and clamp: a cutoff may be infinite, and JSON has no infinity."""
     return float(f"{min(max(value, -INFINITE), INFINITE):.6g}")
 
 
 @functools.cache
 def read_model(limits: Limits, context: int, dial: float | None) -> type[BaseModel]:
-    """Return the model of a body of /explorer/read."""
+    """Return the pydantic model of the body of /explorer/read."""
     fields = sampling_fields(limits, context, dial)
     fields["max_tokens"] = (int, Field(0, ge=0, le=limits.output_tokens or context))
     fields["seed"] = (int | None, Field(None, ge=0, lt=SEEDS))
@@ -160,28 +160,28 @@ def read_model(limits: Limits, context: int, dial: float | None) -> type[BaseMod
 
 
 def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explored, Request]:
-    """Parse a body of /explorer/read. Raises ApiError if it is invalid or exceeds the limits."""
+    """Parse the body of /explorer/read. Raises ApiError if it is invalid or exceeds the limits."""
     given = read_object(body)
     run = next((run for run in runs if run.name == given.get("run")), None)
     if run is None:
-        raise ApiError(404, f"there is no run of that name; use {', '.join(run.name for run in runs)}", param="run")
+        raise ApiError(404, f"there is no run with that name; use {', '.join(run.name for run in runs)}", param="run")
     context = run.model.config.context
     fields = validated(read_model(limits, context, largest_rate(run.model)), given)
     prompt = (run.tokenizer.bos, *run.tokenizer.encode(fields.text))
     most = min(limits.prompt_tokens or context, context - min(fields.max_tokens, 1))
     if len(prompt) > most:
-        message = f"the text has {len(prompt)} tokens, BOS included, and {run.name} reads at most {most}; shorten it"
+        message = f"the text has {len(prompt)} tokens, BOS included, and {run.name} accepts at most {most}; shorten it"
         raise ApiError(400, message, param="text", code="context_length_exceeded")
     sampling = {"temperature": fields.temperature, "top_k": fields.top_k, "seed": fields.seed, "rate": fields.rate}
     return run, Request(prompt, fields.max_tokens, tops=TOPS, echo=True, record=True, **sampling)
 
 
 def require_own_page(headers: Mapping[str, str], names: Collection[str], public: Collection[str] = ()) -> None:
-    """Raise ApiError 403 unless the request can only come from a page of this server, or from no page at all.
+    """Raise ApiError 403 if the request may come from a page of another site.
 
-    Origin and Sec-Fetch-Site reveal another site's page. A site whose name resolves to this server (DNS rebinding) has
-    our origin in the browser's eyes, but its name is in the Host header: only `names` and addresses, which cannot be
-    rebound, are allowed. public: names of a proxy, which may send its own Host with a browser's Origin.
+    Origin and Sec-Fetch-Site reveal such a page, unless the site's name resolves to this server (DNS rebinding). Then
+    the browser takes both for one origin, but the Host header holds the site's name: only `names` and IP addresses,
+    which cannot be rebound, are allowed there. public: names of a proxy, which may replace Host but not Origin.
     """
     host = headers.get("host", "").lower()
     name, origin = host_name(host), headers.get("origin")
@@ -206,7 +206,7 @@ def _is_address(name: str) -> bool:
 
 
 async def events(run: Explored, job: Job) -> AsyncGenerator[dict[str, Any]]:
-    """Yield the events of a work with one text, as they come."""
+    """Yield the events of a job with one text as they arrive."""
     yield {"run": describe(run, job.requests[0].rate)}
     async for update in job:
         tokens = [token_record(run, step, written=False) for step in update.prompt]
@@ -217,13 +217,13 @@ async def events(run: Explored, job: Job) -> AsyncGenerator[dict[str, Any]]:
 def routes(
     runs: Sequence[Explored], names: Collection[str] = ("localhost",), public: Collection[str] = ()
 ) -> list[Route]:
-    """Return the routes for `create_app`. The first run is the server's own. Names as in `require_own_page`."""
+    """Return the routes for `create_app`. runs: the server's own run first. names, public: as in `require_own_page`."""
     files = {path.name: path for path in sorted(STATIC.iterdir()) if path.suffix in TYPES}
     facts = [describe(run) for run in runs]
     names, public = [name.lower() for name in names], [name.lower() for name in public]
 
     def reports() -> dict[int, Path]:
-        """Return the reports that exist by now, by the places of their runs."""
+        """Return the reports that exist so far, by the index of their run."""
         return {place: run.report for place, run in enumerate(runs) if run.report and run.report.is_file()}
 
     async def page(request: HttpRequest) -> Response:

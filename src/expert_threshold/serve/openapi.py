@@ -14,7 +14,7 @@ JSON = "application/json"
 
 
 def schema(request: type[BaseModel]) -> Schema:
-    """Return the document. request: the model of a completion request."""
+    """Return the OpenAPI document. request: the pydantic model of a completion request."""
     fields = request.model_json_schema(ref_template="#/components/schemas/{model}")
     paths = {
         "/health": {"get": _operation("Health check", "503")},
@@ -39,7 +39,7 @@ def schema(request: type[BaseModel]) -> Schema:
 
 
 def _operation(summary: str, *errors: str, kinds: Sequence[str] = (JSON,)) -> Schema:
-    """Return a description of a route: the media types of its response, and the statuses of its errors."""
+    """Return the description of a route. errors: statuses besides 401 and 403. kinds: media types of the response."""
     answers = {"200": {"description": "", "content": {kind: {} for kind in kinds}}}
     refusals = {status: {"description": "", "content": {JSON: {}}} for status in ("401", "403", *errors)}
     return {"summary": summary, "responses": answers | refusals, "security": [{}, {"key": []}]}

@@ -48,15 +48,15 @@ def create_app(
 ) -> Starlette:
     """Return an app that serves the engine's model as `name`.
 
-    api_key: required on every route but /health. hosts: names and addresses (no brackets) that the Host header may
-    hold, which keeps other sites' pages from reading a local server through a name that resolves to it; None allows
-    any. origins: of other sites' pages that may read answers; "*" admits all. routes: further routes behind the same
-    checks; their handlers find the engine's worker and the limits in `service(request)`. workers: of other engines,
-    started and stopped with the app. threads: torch's.
+    api_key: required on every route except /health. hosts: names and addresses (without brackets) that the Host header
+    may hold, so that pages of other sites cannot read a local server through a name that resolves to it; None allows
+    any. origins: other sites whose pages may read responses; "*" allows all. routes: further routes behind the same
+    checks; their handlers find the engine's worker and the limits in `service(request)`. workers: workers of other
+    engines, started and stopped with the app. threads: for torch's matrix products.
     """
     limits = limits or Limits()
     worker = Worker(engine, limits.queue, threads)
-    limits = dataclasses.replace(limits, texts=min(limits.texts, worker.slots + limits.queue))  # more never fit
+    limits = dataclasses.replace(limits, texts=min(limits.texts, worker.slots + limits.queue))  # more would never fit
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -80,18 +80,18 @@ def create_app(
         ClientDisconnect: _on_disconnect,
     }
     app = Starlette(routes=[*own, *routes], exception_handlers=handlers, lifespan=lifespan)
-    app.router.redirect_slashes = False  # or /health/ would be answered with a URL made of the Host header
+    app.router.redirect_slashes = False  # else /health/ would redirect to a URL built from the Host header
     here = Service(worker, name, limits, workers)
     paths = {route.endpoint: route.path_format for route in app.routes if isinstance(route, Route)}
     app.add_middleware(_Gate, api_key=api_key, hosts=hosts, requests=here.requests, paths=paths)
-    if origins:  # around the gate, since browsers ask without the key whether they may send it
+    if origins:  # outside the gate, since a browser's preflight request carries no key
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     app.state.service = here
     return app
 
 
 class Service:
-    """State that the handlers share. others: workers of the runs that are served beside this one."""
+    """State that the handlers share. others: workers of further runs that the app serves."""
 
     def __init__(self, worker: Worker, name: str, limits: Limits, others: Sequence[Worker] = ()) -> None:
         self.worker, self.name, self.limits = worker, name, limits
@@ -103,7 +103,7 @@ class Service:
         self.first_token, self.whole = Histogram(), Histogram()  # seconds of completions
 
     async def timed(self, job: Job) -> AsyncGenerator[Update]:
-        """Yield a job's updates; measure the time to its first token, and to its end if it gets there."""
+        """Yield a job's updates. Record its time to first token, and its total time if it finishes."""
         start, waits = time.monotonic(), True
         async for update in job:
             if waits and update.steps:
@@ -114,7 +114,7 @@ class Service:
 
 
 class Histogram:
-    """Counts seconds up to each of BOUNDS."""
+    """A histogram of seconds with BOUNDS as its buckets."""
 
     BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
@@ -126,7 +126,7 @@ class Histogram:
         self.sum += seconds
 
     def samples(self) -> dict[str, float]:
-        """Return Prometheus's samples by the end of their names, labels included."""
+        """Return Prometheus samples by the suffix of their name, including labels."""
         counts = zip((*self.BOUNDS, "+Inf"), itertools.accumulate(self.counts), strict=True)
         buckets = {f'_bucket{{le="{bound}"}}': float(count) for bound, count in counts}
         return buckets | {"_sum": self.sum, "_count": sum(self.counts)}
@@ -138,8 +138,8 @@ def service(request: Request) -> Service:
 
 
 class _Gate:
-    """Admits requests that have the key and an allowed Host; counts requests by route; answers where a handler failed
-    or was cut off because the server stops.
+    """Admits requests with the key and an allowed Host, and counts requests by route. Responds if a handler failed, or
+    was cancelled because the server is stopping.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class _Gate:
             return None
         if secrets.compare_digest(_given_key(request), self.key):
             return None
-        # Two headers: Chromium prompts for no password if both challenges are in one.
+        # Two headers: Chromium does not prompt for a password if both challenges are in one.
         schemes = ("Bearer", 'Basic realm="API key as password"')
         challenges = [("WWW-Authenticate", scheme) for scheme in schemes]
         message = "wrong or no API key; send Authorization: Bearer KEY"
@@ -196,7 +196,7 @@ class _Gate:
 
 
 def _given_key(request: Request) -> bytes:
-    """Return the key that a program sent as bearer token, or a browser, which prompts its user, as password."""
+    """Return the key, which programs send as a bearer token, and browsers as a password that their user entered."""
     scheme, _, given = request.headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "basic":
         with contextlib.suppress(ValueError):
@@ -205,7 +205,7 @@ def _given_key(request: Request) -> bytes:
 
 
 def host_name(header: str) -> str:
-    """Return the name or address in a Host header, in lower case, without brackets and port; "" if there is none."""
+    """Return the name or address in a Host header, in lower case, without brackets or port; "" if there is none."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:
@@ -248,7 +248,7 @@ async def metrics(request: Request) -> Response:
 
 
 def _metric(name: str, text: str, value: float | Mapping[str, float] | Histogram) -> str:
-    """Format one metric, a counter if its name says total. value: a number, one for each set of labels, or many."""
+    """Format one metric, a counter if its name ends in _total. value: a number, numbers by labels, or a histogram."""
     if isinstance(value, Histogram):
         kind, samples = "histogram", value.samples()
     else:
@@ -310,7 +310,7 @@ async def _chunks(service: Service, job: Job, texts: Answer) -> AsyncGenerator[d
 class EventStream(Response):
     """Server-sent events, each a JSON object, then `done`; errors after the response has started are sent as events.
 
-    The job ends when the client disconnects or the time is up, which also covers a client that does not read.
+    The job is cancelled when the client disconnects or the time is up, so a client that does not read cannot block it.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class EventStream(Response):
         done: str = "[DONE]",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        now = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx would hold events back otherwise
+        now = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # otherwise nginx would buffer events
         super().__init__(media_type="text/event-stream", headers=now | dict(headers or {}))
         del self.headers["content-length"]
         self._job, self._events, self._limits, self._done = job, events, limits, done
@@ -356,7 +356,7 @@ class EventStream(Response):
 
 async def _send_last(send: Send, data: str) -> None:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(1):  # a client that has not read so far will not now
+        async with asyncio.timeout(1):  # a client that has not read so far will not start now
             await _send_event(send, data)
             await send({"type": "http.response.body"})
 
@@ -378,7 +378,7 @@ def _out_of_time(limits: Limits) -> ApiError:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Return the body. Raises ApiError if its header does not say JSON, or if it is too large or too slow."""
+    """Return the body. Raises ApiError if its content type is not JSON, or if it is too large or too slow."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "send the header Content-Type: application/json", code="unsupported_media_type")
@@ -416,7 +416,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-# Answers.
+# Responses.
 
 
 def answer(content: Any, status: int = 200) -> Response:

@@ -1,4 +1,4 @@
-"""The thread that runs the engine and delivers its results; the limits and errors of requests."""
+"""The thread that runs the engine and delivers its results; request limits and API errors."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ log = logging.getLogger("uvicorn.error")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on one request and on all of them together. Each is at least 1, seconds above 0.
+    """Limits on single requests and on the whole server. Counts are at least 1, and seconds are positive.
 
-    None: only the context limits it.
+    None leaves the context length as the only limit.
     """
 
     body_bytes: Count = option(64 * 1024, "Maximum size of a request body in bytes.")
-    prompt_tokens: Count | None = option(None, "Tokens in a prompt. Defaults to the full context.")
-    output_tokens: Count | None = option(None, "Tokens to generate per text. Defaults to the full context.")
-    n: Count = option(8, "Texts per prompt, the field n.")
-    texts: Count = option(32, "Texts per request: its prompts times n.")
-    logprobs: Count = option(20, "Likeliest tokens reported at each position, the field logprobs.")
-    stop_characters: Count = option(4096, "Characters in all stop strings of a request together.")
-    queue: Count = option(64, "Texts that may wait for a row of the batch; more are rejected with 429.")
-    seconds: Positive = option(300.0, "Seconds that a request may take, including its wait; then it ends with 503.")
-    body_seconds: Positive = option(10.0, "Seconds that a request's body may take to arrive; then it ends with 408.")
+    prompt_tokens: Count | None = option(None, "Maximum tokens in a prompt. Defaults to the full context.")
+    output_tokens: Count | None = option(None, "Maximum tokens to generate per text. Defaults to the full context.")
+    n: Count = option(8, "Maximum texts per prompt (the field n).")
+    texts: Count = option(32, "Maximum texts per request (prompts × n).")
+    logprobs: Count = option(20, "Maximum value of the field logprobs: likeliest tokens reported at each position.")
+    stop_characters: Count = option(4096, "Maximum total length of a request's stop strings, in characters.")
+    queue: Count = option(64, "Maximum texts waiting for a slot; requests beyond it get a 429.")
+    seconds: Positive = option(300.0, "Maximum seconds per request, including its wait; then it fails with 503.")
+    body_seconds: Positive = option(10.0, "Maximum seconds for a request's body to arrive; then it fails with 408.")
     header_seconds: Positive = option(
-        10.0, "Seconds that a request's headers may take to arrive; then the connection is closed."
+        10.0, "Maximum seconds for a request's headers to arrive; then the connection is closed."
     )
     unfinished: Count = option(
-        64, "Connections per address without a complete request; beyond that the oldest is closed."
+        64, "Maximum connections per address without a complete request; beyond it the oldest is closed."
     )
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a limit that lets nothing through."""
+        """Raise ValueError if a limit is out of bounds."""
         require_valid(Limits, vars(self))
 
 
 class ApiError(Exception):
     """An error for the client: HTTP status, message, the field at fault, and a machine-readable code.
 
-    headers: pairs, since a header may come twice. retry: seconds after which the client should retry.
+    headers: (name, value) pairs, since a header may occur twice. retry: seconds after which the client should retry.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class ApiError(Exception):
 
 
 class Update(NamedTuple):
-    """The progress of one of a job's texts since its last update: steps of its echoed prompt, and steps generated.
+    """The progress of one text of a job since its last update: steps of its echoed prompt, and generated steps.
 
-    error: the reason why it finished too early, or None.
+    error: why the text ended early, or None.
     """
 
     text: int
@@ -88,7 +88,7 @@ class Update(NamedTuple):
 
 
 class Job:
-    """Texts in progress, in the order of the requests. Iterate over their updates; leaving `with` cancels them all.
+    """Texts in progress, in the order of their requests. Iterate for updates; leaving `with` cancels all texts.
 
     Belongs to the event loop, except for `writings`, which belongs to the worker's thread.
     """
@@ -107,7 +107,7 @@ class Job:
         self._worker.leave(self)
 
     async def __aiter__(self) -> AsyncIterator[Update]:
-        """Yield updates until all texts are finished. Raises ApiError if the engine failed, or the model at a text."""
+        """Yield updates until all texts are finished. Raises ApiError if the engine or a text fails."""
         left = len(self.requests)
         while left:
             update = await self.updates.get()
@@ -123,7 +123,7 @@ class Job:
 class Worker:
     """Feeds an engine from an event loop. Only its thread touches the engine; commands reach it through a queue.
 
-    queue_limit: texts that may wait for a row. threads: torch's, for matrix products; None is torch's default.
+    queue_limit: maximum number of waiting texts. threads: for torch's matrix products; None keeps torch's default.
     """
 
     def __init__(self, engine: Engine, queue_limit: int, threads: int | None = None) -> None:
@@ -134,12 +134,12 @@ class Worker:
         self._jobs: set[Job] = set()
         self._queue_limit, self._threads = queue_limit, threads
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Index in the job; steps of prompt and text sent.
+        # The job, the index of the text in it, and how many prompt steps and generated steps were sent.
         self._sent: dict[ActiveRequest, tuple[Job, int, int, int]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Call this from the event loop that jobs belong to."""
+        """Start the thread. Call this from the event loop that will run the jobs."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -150,7 +150,7 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Return the number of texts without a row."""
+        """Return the number of texts that wait for a row of the batch."""
         return max(0, self.unfinished - self.slots)
 
     @property
@@ -158,7 +158,7 @@ class Worker:
         return min(self.unfinished, self.slots)
 
     def submit(self, requests: Sequence[Request]) -> Job:
-        """Queue texts. Raises ApiError if too many wait, and ValueError as `Engine.check` does."""
+        """Queue texts. Raises ApiError if the engine failed or the queue is full, and ValueError as `Engine.check`."""
         for request in requests:
             self.engine.check(request)
         if self.failed:
@@ -177,7 +177,7 @@ class Worker:
         if job.unfinished:
             self._commands.put(lambda: self._cancel(job))
 
-    # The thread.
+    # These methods run in the worker's thread.
 
     def _run(self) -> None:
         if self._threads is not None:
@@ -190,7 +190,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._fail)
 
     def _run_commands(self) -> bool:
-        """Run all commands, waiting for one if the engine is idle. Return False after the command to stop."""
+        """Run all queued commands; if the engine is idle, wait for one. Return False on the command to stop."""
         while not self.engine.busy or not self._commands.empty():
             command = self._commands.get()
             if command is None:
@@ -221,7 +221,7 @@ class Worker:
                 del self._sent[writing]
         self._loop.call_soon_threadsafe(self._deliver, news)
 
-    # In the event loop.
+    # These methods run in the event loop.
 
     def _deliver(self, news: Sequence[tuple[Job, Update]]) -> None:
         for job, update in news:

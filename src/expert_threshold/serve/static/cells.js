@@ -56,7 +56,7 @@ export class Cells {
     this.cells[next].focus();
   }
 
-  /** content(layer, expert) → { bar, line, chosen, label }; bar and line are from 0 to 1; line null draws none. */
+  /** content(layer, expert) → { bar, line, chosen, label }; bar and line are from 0 to 1; a null line is not drawn. */
   fill(content) {
     for (const cell of this.cells) {
       const { bar, line, chosen, label } = content(...place(cell));

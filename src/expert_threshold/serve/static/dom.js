@@ -1,6 +1,6 @@
 // Elements built without parsing HTML, so that text stays text.
 
-/** Returns an element with properties and children; `class`, `role`, `aria-…`, `data-…` are attributes, `on…` listeners. */
+/** Returns an element. `class`, `role`, `aria-…`, `data-…` become attributes, `on…` listeners, the rest properties. */
 export function make(name, properties = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(properties)) {
@@ -19,17 +19,17 @@ export function percent(share) {
 
 const INFINITE = 1e38; // stands for infinity, which JSON lacks
 
-/** Formats with at most three digits, and a minus as wide as a digit. */
+/** Formats a number with up to three significant digits, and a minus as wide as a digit. */
 export function number(value) {
   if (Math.abs(value) >= INFINITE) return value < 0 ? "−∞" : "∞";
   return (Number.isInteger(value) ? `${value}` : value.toPrecision(3)).replace("-", "−").replace(/e\+?/, "e");
 }
 
-// Characters without width, or that change the order of others: controls, joiners, right-to-left marks, and an accent
-// without its letter.
+// Characters that have no width or that reorder others: controls, joiners, right-to-left marks, and accents without a
+// letter.
 const UNSEEN = /((?!\t)[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]|^\p{M}+)/u;
 
-/** Returns a token's text with its unseen characters visible, as children of an element; copied, it is the text alone. */
+/** Returns a token's text as child nodes in which unseen characters are visible; copying them gives the plain text. */
 export function visible(text) {
   const parts = text.split(UNSEEN); // every second one is unseen
   return parts.map((part, i) => (i % 2 ? make("span", { class: "unseen", "data-sign": sign(part) }, part) : part));

@@ -11,7 +11,7 @@ export class Panel {
   /** Calls on.select(panel, index, show) when a token is opened, and on.pin() when an expert is pinned or released. */
   constructor(run, on) {
     this.run = run;
-    this.now = run; // the run as described for this text: another rate has other cutoffs
+    this.now = run; // the run as described for this text, since cutoffs depend on the rate
     this.on = on;
     this.routers = run.layers.flatMap(({ dense }, layer) => (dense ? [] : [layer]));
     this.pinned = null; // [layer, expert]
@@ -78,7 +78,7 @@ export class Panel {
 
   // Reading.
 
-  /** Prepare for a new text, read by a run of this description. */
+  /** Prepare for a new text. facts: the run's description for it. */
   begin(facts) {
     this.now = facts;
     this.clear();
@@ -88,11 +88,11 @@ export class Panel {
     this.tokens = [];
     this.spoken = ""; // the text generated
     this.written = 0; // tokens generated
-    this.began = this.last = performance.now(); // when the response began, and when its last generated token came
+    this.began = this.last = performance.now(); // when the response started, and when its last generated token arrived
     this.spans = [];
     this.fresh = []; // spans that are not on the page yet
     this.sums = { nats: 0, losses: 0, bytes: 0, fanout: 0 };
-    this.starts = []; // where each token begins in the text
+    this.starts = []; // where each token starts in the text
     this.length = 0;
     this.counts = this.run.layers.map(() => new Array(this.run.experts).fill(0));
     this.ranges = this.run.layers.map(() => [Infinity, -Infinity]); // of scores
@@ -123,7 +123,7 @@ export class Panel {
       this.sums.fanout += fanout(token);
       token.layers.forEach((routed, i) => this.#count(this.routers[i], routed));
     }
-    this.frame ??= requestAnimationFrame(() => this.draw()); // tokens may come faster than frames
+    this.frame ??= requestAnimationFrame(() => this.draw()); // tokens may arrive faster than frames
   }
 
   /** Bring the page up to date. */
@@ -144,7 +144,7 @@ export class Panel {
     this.ranges[layer] = [Math.min(low, ...scores), Math.max(high, ...scores)];
   }
 
-  /** Show an error of one line, or clear it with null. */
+  /** Show a one-line error, or clear it with null. */
   fail(message) {
     this.error.textContent = message ?? "";
     this.error.hidden = !message;
@@ -227,9 +227,9 @@ export class Panel {
   #total() {
     const { tokens, sums, written } = this;
     const shares = this.routers.flatMap((layer) => this.counts[layer]).map((n) => n / Math.max(tokens.length, 1));
-    const entries = [[`tokens, ${this.run.context - tokens.length} left of the context`, `${tokens.length}`]];
+    const entries = [[`tokens, ${this.run.context - tokens.length} left in the context`, `${tokens.length}`]];
     const speed = (1000 * written) / Math.max(this.last - this.began, 1);
-    if (written) entries.push(["generated a second", speed.toFixed(speed < 10 ? 1 : 0)]);
+    if (written) entries.push(["generated tokens per second", speed.toFixed(speed < 10 ? 1 : 0)]);
     if (sums.losses) entries.push(["nats per token", (sums.nats / sums.losses).toFixed(2)]);
     if (sums.losses && sums.bytes) entries.push(["bits per byte", (sums.nats / Math.LN2 / sums.bytes).toFixed(2)]);
     if (this.run.experts && tokens.length) {
@@ -281,7 +281,7 @@ export class Panel {
     this.spans[index].tabIndex = 0;
   }
 
-  /** Returns the token that holds the character at a place in the text. */
+  /** Returns the index of the token that holds the character at this offset of the text. */
   at(place) {
     const found = this.starts.findIndex((start, i) => i > 0 && start + this.tokens[i].text.length > place);
     return found < 0 ? this.tokens.length - 1 : found;
@@ -309,7 +309,7 @@ export class Panel {
       cell.classList.toggle("of-token", token !== null && token.layers[i].experts.includes(expert));
     });
     if (token === null) {
-      const hint = "Choose a token to see its experts, its loss and the tokens that the model expected.";
+      const hint = "Select a token to see its experts, its loss and the tokens that the model expected.";
       this.inspector.replaceChildren(make("p", { class: "muted" }, hint));
       return;
     }

@@ -7,7 +7,7 @@ async function ask(path, options) {
     response = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The server does not answer; is et serve still running?");
+    throw new Error("The server does not respond; is et serve still running?");
   }
   if (!response.ok) {
     const body = await response.json().catch(() => null);
@@ -21,7 +21,7 @@ export async function runs() {
   return (await (await ask("explorer/runs")).json()).runs;
 }
 
-/** Yields { run }, the run as described at the rate of this text; then { tokens }, read and generated. */
+/** Yields { run }, described at the rate of this text, then { tokens } as they are read and generated. */
 export async function* read(request, signal) {
   const response = await ask("explorer/read", {
     method: "POST",

@@ -1,10 +1,10 @@
-// The colours of tokens: nine steps from the page's colour on, marked by `data-step`, and the range of each step.
+// The colours of tokens: nine steps that start at the page's colour, set by `data-step`, and the range of each step.
 
 const STEPS = 9;
 const AIMS = [0, 1 / 3, 2 / 3, 1, 4 / 3, 2, 3, 4, 5]; // lower edges of the bins of the fanout, in units of the target
 const NATS = [0, 1, 2, 3, 4, 5, 6, 8, 10];
 
-/** The measures that tokens may be coloured by: a token's value, and the edges of the bins. No text moves them. */
+/** The measures that tokens can be coloured by: a token's value, and bin edges, which do not depend on the text. */
 export const MEASURES = {
   fanout: { of: fanout, edges: (runs) => AIMS.map((part) => Math.ceil(part * Math.max(...runs.map(aim)) - 1e-9)) },
   loss: { of: (token) => token.loss ?? 0, edges: () => NATS },
