@@ -1,4 +1,4 @@
-"""Whole runs: presets of model, data, optimizer and training together, changed by options.
+"""Configurations of whole runs: presets of model, data, optimizer and training, changed by options.
 
 An option is known by its path everywhere: `optim.matrix_lr` is a key of config.json and the flag --optim.matrix-lr.
 """
@@ -20,15 +20,15 @@ from .train import TrainConfig
 
 Options = Mapping[str, Any]
 
-# The paper's warmups, for PAPER_STEPS (Table "Training hyperparameters"); d20 keeps them.
+# The paper's warmups for PAPER_STEPS (Table "Training hyperparameters"), which d20 keeps.
 PAPER_ADAMW_WARMUP_STEPS, PAPER_MOMENTUM_WARMUP_STEPS = 250, 300
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The options that turn a preset of `model.PRESETS` into a run; all others are scaled or defaults.
+    """The options that turn a preset of `model.PRESETS` into a run; all other options are scaled or defaults.
 
-    optim: the rates at which a recipe is run at this size, where it has none of its own. recipe: the one to run unless
+    optim: the learning rates of recipes at this size, unless a recipe sets its own. recipe: the recipe to run unless
     another is named; None trains the paper's model with the paper's optimizers.
     """
 
@@ -40,7 +40,7 @@ class Preset:
 # All but the smallest train on 54 tokens per active parameter, like d12.
 RUNS: dict[str, Preset] = {
     "tiny": Preset(train={"steps": 100, "batch_size": 16, "eval_every": 50}),
-    # Under four minutes on two cores with bfloat16 products; docs/log/model.md has the sizes that were tried.
+    # Under four minutes on two cores with bfloat16 products; docs/log/model.md lists the sizes that were tried.
     "quickstart": Preset(
         train={"steps": 1200, "batch_size": 8, "eval_every": 300, "sample_every": 600},
         optim={"matrix_lr": 0.012, "embed_lr": 0.08},
@@ -56,13 +56,13 @@ RUNS: dict[str, Preset] = {
 }
 DEFAULT_PRESET = "quickstart"
 DEFAULT_RULE = "expert_threshold"
-# Options that carry over when the rule is changed: the sizes of the layer.
+# Options that are kept when the rule is changed: the sizes of the layer.
 SHARED_RULE_OPTIONS = ("rule.num_experts", "rule.experts_per_token")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The configuration of a run. The rule belongs to the model, and has its own section in config.json."""
+    """The configuration of a run. The rule is part of the model, but has its own section in config.json."""
 
     model: GPTConfig
     data: DataConfig
@@ -80,7 +80,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, record: Options) -> RunConfig:
-        """Read `to_dict`'s record or a whole config.json. Raises ValueError for a missing section or unknown option."""
+        """Read the result of `to_dict`, or a config.json. Raises ValueError for a missing section or unknown option."""
         for section in SECTIONS:
             if section not in record:
                 raise ValueError(f"configuration has no section {section!r}; name the config.json of a run")
@@ -101,19 +101,19 @@ KINDS = {
     for field in fields(record)
     if field.metadata
 }
-"""The type of every option by path, but for the rule's, which depend on the rule."""
+"""The type of every option by path, except options of the rule, which depend on the rule."""
 FACTS = (
     "format", "version", "corpus", "machine", "versions", "compiled", "kernels", "init_from",
     "time", "command",
 )  # fmt: skip
-"""The other entries of config.json: facts of that run, which have no effect on another."""
+"""The other entries of config.json: facts about that run, which have no effect on other runs."""
 
 
 def by_path(record: Options) -> dict[str, Any]:
-    """Return the options in the sections of a configuration, or of a part of one, by path.
+    """Return the options in the sections of a whole or partial configuration, by path.
 
     Raises ValueError for an unknown section or option, or a value of the wrong type. Text may stand for any value, as
-    on a command line: TOML has no null.
+    on a command line, since TOML has no null.
     """
     if not isinstance(record, Mapping):
         raise ValueError(f"options must be in an object of sections, not {record!r}")
@@ -127,11 +127,11 @@ def by_path(record: Options) -> dict[str, Any]:
             raise ValueError(f"section {section!r} must be an object of options, not {options!r}")
         found |= {f"{section}.{name}": value for name, value in options.items()}
     name = found.get("rule.name")
-    return typed(found, name if name in (DENSE, *RULES) else None)  # another may yet be replaced by --rule
+    return typed(found, name if name in (DENSE, *RULES) else None)  # any other name may still be replaced by --rule
 
 
 def nested(options: Options) -> dict[str, dict[str, Any]]:
-    """Return options by path in their sections."""
+    """Return options by path as sections of options by name."""
     return {section: found for section in SECTIONS if (found := in_section(options, section))}
 
 
@@ -141,15 +141,15 @@ def in_section(options: Options, section: str) -> dict[str, Any]:
 
 
 def kinds(rule: str = DENSE) -> dict[str, Any]:
-    """Return the types of a run's options by path, for this rule. Raises ValueError if there is no such rule."""
+    """Return the types of a run's options by path for this rule. Raises ValueError for an unknown rule."""
     own = {f"rule.{name}": kinds_of(RULES[rule])[name] for name in option_names(rule)}
     return {**KINDS, "rule.name": str, **own}
 
 
 def typed(options: Options, rule: str | None = None) -> dict[str, Any]:
-    """Return options by path with text read. Raises ValueError for one that is unknown or invalid.
+    """Return options by path with text converted. Raises ValueError for an unknown or invalid option.
 
-    rule: whose options are meant; None leaves the rule's options as they are.
+    rule: the rule whose options are given; None leaves options of the rule as they are.
     """
     known, found = kinds(DENSE if rule is None else rule), dict(options)
     for path, value in options.items():
@@ -166,8 +166,8 @@ def typed(options: Options, rule: str | None = None) -> dict[str, Any]:
 
 
 def merged(*layers: Options) -> dict[str, Any]:
-    """Return the options of all layers, each over the ones before. Of a rule that a layer replaces with another, only
-    the numbers of experts stay.
+    """Return the options of all layers; later layers override earlier ones. If a layer replaces the rule, only the
+    numbers of experts are kept from the old rule.
     """
     found: dict[str, Any] = {}
     for layer in layers:
@@ -181,9 +181,9 @@ def merged(*layers: Options) -> dict[str, Any]:
 
 
 def scaled_rule(name: str, steps: int, /, **options: Any) -> Rule | None:
-    """Return the rule for a run of `steps`, with its defaults for that length unless `options` override; None if dense.
+    """Return the rule for a run of `steps`, with defaults for that length unless `options` override; None if dense.
 
-    Raises ValueError naming an option that the rule lacks.
+    Raises ValueError naming an option that the rule does not have.
     """
     given = in_section(typed({f"rule.{option}": value for option, value in options.items()}, name), "rule")
     return rule_from_dict({"name": name, **_scaled(name, steps, given), **given})
@@ -195,7 +195,7 @@ def _scaled(name: str | None, steps: int, options: Options) -> Options:
 
 
 def scaled_optim(steps: int, **options: Any) -> OptimConfig:
-    """Return the paper's optimizers for a run of `steps`; by default warmups are at most a tenth of the run."""
+    """Return the paper's optimizers for a run of `steps`; by default, warmups take up to a tenth of the run."""
     scaled = {
         "adamw_warmup_steps": min(PAPER_ADAMW_WARMUP_STEPS, steps // 10),
         "momentum_warmup_steps": min(PAPER_MOMENTUM_WARMUP_STEPS, steps // 10),
@@ -204,7 +204,7 @@ def scaled_optim(steps: int, **options: Any) -> OptimConfig:
 
 
 def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
-    """Return the sizes after `changes`: widths not given keep their proportion to d_model, and heads their width.
+    """Return the sizes after `changes`. Widths not given keep their ratio to d_model, and heads keep their width.
 
     There is at least one head. Raises ValueError naming d_model if the resulting number of heads does not divide it.
     """
@@ -214,22 +214,24 @@ def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
     if "heads" not in changes and (left or width % 2):
         raise ValueError(
             f"d_model={d_model} cannot be divided into heads of an even width near the preset's, "
-            f"{base['d_model'] // base['heads']}; give a multiple of that, or the number of heads, too"
+            f"{base['d_model'] // base['heads']}; give a multiple of that, or also the number of heads"
         )
     kv_heads = max(1, changes.get("heads", widths["heads"]) * base["kv_heads"] // base["heads"])
     return {**base, **widths, "kv_heads": kv_heads, **changes}
 
 
 def scheduled(base: Options, given: Options, context: int, tokens: int | None, of_paper: bool) -> TrainConfig:
-    """Return the training options for a budget of tokens, or for steps. Raises ValueError for less than one batch.
+    """Return the training options for a budget of tokens or for steps. Raises ValueError for less than one batch.
 
-    Intervals not given are in proportion to the paper's, or, with a budget, to those of `base`.
+    Intervals not given are in proportion to the paper's intervals, or, with a budget, to the intervals of `base`.
     """
     options = {**base, **given}
     per_step = options["batch_size"] * options.get("accumulation", 1) * context
     if tokens is not None:
         if "steps" in given:
-            raise ValueError(f"tokens={tokens} and steps={given['steps']} both say how long to train; give one of them")
+            raise ValueError(
+                f"tokens={tokens} and steps={given['steps']} both set the training length; give one of them"
+            )
         if tokens < per_step:
             raise ValueError(f"tokens={tokens} is below one batch of {per_step} tokens; give at least that many")
         options["steps"] = tokens // per_step
@@ -261,9 +263,9 @@ def resolve(
 ) -> RunConfig:
     """Return the run of a preset, changed by a recipe, by `initial`, and by layers of options by path, in this order.
 
-    initial: options of another run; those that its rule scales to the length of a run follow this run. tokens: the
-    budget, in place of steps; with it or with a recipe, intervals are in proportion to the run. Raises ValueError for
-    unknown names and for values that cannot train.
+    initial: options of another run; options that its rule scales to the length of a run are scaled to this run. tokens:
+    the budget, in place of steps; with it or with a recipe, intervals are in proportion to the run. Raises ValueError
+    for unknown names and for values that cannot be trained.
     """
     if preset not in RUNS:
         raise ValueError(f"preset {preset!r} is unknown; {did_you_mean(preset, RUNS)}")

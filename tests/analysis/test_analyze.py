@@ -199,7 +199,7 @@ def test_cutoffs_are_compared_where_recorded_never_with_zeros_by_construction(ou
     np.testing.assert_allclose(threshold["bound"][3:], np.mean(moved[3:], axis=1), rtol=1e-5)
     assert threshold["bound_share"] == pytest.approx(np.mean(moved[3:]), rel=1e-5)
     sentence = cutoffs.say_cutoff_stability(data_of(out, "cutoff_stability"))
-    assert "a capacity bound decided in" in sentence
+    assert "a capacity bound changed the load in" in sentence
 
 
 def test_optima_have_as_many_routed_tokens_as_the_rule_whose_share_of_them_is_shown(out: Path) -> None:

@@ -113,7 +113,7 @@ def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bound
     assert entry["bound_share"] == pytest.approx(201 / 400 / 4)
     sentence = say_cutoff_stability(plain(data))
     assert "lie 0.750 from their running means, which is 37.5 % of the scores' standard deviation" in sentence
-    assert "a capacity bound decided in 12.6 % of steps and experts" in sentence
+    assert "a capacity bound changed the load in 12.6 % of steps and experts" in sentence
     subject.has_bounds = False
     assert "capacity bound" not in say_cutoff_stability(plain(cutoff_stability(SimpleNamespace(routed=[subject]))))  # type: ignore[arg-type]
 

@@ -171,7 +171,7 @@ def test_a_missing_bundle_is_reported_with_the_command_to_get_it(
     assert et("evaluate", runs / "threshold", "--json") == 0
     printed = capsys.readouterr()
     json.loads(printed.out)
-    assert "CORE was not evaluated: et data core downloads its questions" in printed.err
+    assert "CORE was not evaluated: download its questions with et data core" in printed.err
     for chosen in (["--bundle", bundle], ["--bundle", "none"]):
         assert et("evaluate", runs / "threshold", *chosen) == 0
         assert "CORE was not evaluated" not in capsys.readouterr().err

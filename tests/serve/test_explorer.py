@@ -208,7 +208,7 @@ def test_limits_of_the_server_hold_here() -> None:
         long = ask(server, "/explorer/read", {"run": "small", "text": TEXT})
         much = ask(server, "/explorer/read", {"run": "small", "text": "", "max_tokens": 3})
     assert (long.status, much.status) == (400, 400)
-    assert "small reads at most 4" in long.error["message"]
+    assert "small accepts at most 4" in long.error["message"]
 
 
 ALLOWED = [

@@ -1,6 +1,6 @@
 """Measures of routing: pure functions of assignments, loads and scores.
 
-An assignment is a boolean tensor (layers, tokens, experts) of routed experts; the shared expert is no part of it.
+An assignment is a boolean tensor (layers, tokens, experts) of routed experts; the shared expert is not part of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..routing import bounds, kth_largest, take
 
 
 def weighted_jaccard(a: Tensor, b: Tensor) -> float:
-    """Return |E_A ∩ E_B| / |E_A ∪ E_B| over the edges of all layers and tokens; 1 if neither has any.
+    """Return |E_A ∩ E_B| / |E_A ∪ E_B| over the edges of all layers and tokens; 1 without edges.
 
     See the paper, Routing Consistency Sweep, for this and the next five measures.
     """
@@ -24,19 +24,19 @@ def weighted_jaccard(a: Tensor, b: Tensor) -> float:
 
 
 def weighted_dice(a: Tensor, b: Tensor) -> float:
-    """Return 2 |E_A ∩ E_B| / (|E_A| + |E_B|) over the edges of all layers and tokens; 1 if neither has any."""
+    """Return 2 |E_A ∩ E_B| / (|E_A| + |E_B|) over the edges of all layers and tokens; 1 without edges."""
     common, first, second = (sizes.sum() for sizes in _sizes(a, b))
     return _ratio(2 * common, first + second).item()
 
 
 def jaccard(a: Tensor, b: Tensor) -> float:
-    """Return the mean over layers and tokens of |A_t ∩ B_t| / |A_t ∪ B_t|, 1 for a token with no expert in either."""
+    """Return the mean over layers and tokens of |A_t ∩ B_t| / |A_t ∪ B_t|; 1 for a token without experts."""
     common, first, second = _sizes(a, b)
     return _ratio(common, first + second - common).mean().item()
 
 
 def dice(a: Tensor, b: Tensor) -> float:
-    """Return the mean over layers and tokens of 2 |A_t ∩ B_t| / (|A_t| + |B_t|), 1 for a token with no experts."""
+    """Return the mean over layers and tokens of 2 |A_t ∩ B_t| / (|A_t| + |B_t|); 1 for a token without experts."""
     common, first, second = _sizes(a, b)
     return _ratio(2 * common, first + second).mean().item()
 
@@ -44,7 +44,7 @@ def dice(a: Tensor, b: Tensor) -> float:
 def joint_jsd(a: Tensor, b: Tensor) -> float:
     """Return the mean over layers and tokens of the Jensen-Shannon divergence of uniform choices from A_t and from B_t.
 
-    The unit is the bit, so that disjoint sets are 1 apart, as are an empty and a nonempty set; two empty sets are 0.
+    The unit is bits, so it is 1 for disjoint sets and for an empty and a nonempty set, and 0 for two empty sets.
     """
     common, first, second = _sizes(a, b)
     p, q = 1 / first.clamp(min=1), 1 / second.clamp(min=1)  # the mass of one expert
@@ -56,7 +56,7 @@ def joint_jsd(a: Tensor, b: Tensor) -> float:
 def total_variation(a: Tensor, b: Tensor) -> float:
     """Return the mean over layers and tokens of ½ Σ_i |P_t(i) − Q_t(i)|, with P_t and Q_t uniform over A_t and B_t.
 
-    It is 0 for a token with no expert in either, 1 with experts in one only.
+    It is 0 for a token with no expert in either, and 1 if only one of them has experts.
     """
     common, first, second = _sizes(a, b)
     return (1 - _ratio(common, torch.maximum(first, second))).mean().item()
@@ -82,9 +82,9 @@ def expert_token_ratio(assignment: Tensor) -> Tensor:
 def mutual_information(weights: Tensor) -> Tensor:
     """Return I(row; column) in bits of the joint distribution proportional to nonnegative weights (…, rows, columns).
 
-    With expert token ratios (domains, experts), it is the information that the expert of a routed token gives about its
-    domain if all domains have equally many tokens: 0 if experts ignore domains, at most log2(min(domains, experts)),
-    and 0 if nothing is routed.
+    With expert token ratios (domains, experts), it is the information that the expert of a routed token gives about the
+    token's domain if all domains have the same number of tokens. It is 0 if experts ignore domains or nothing is
+    routed, and at most log2(min(domains, experts)).
     """
     weights = weights.double()
     largest = weights.amax((-2, -1), keepdim=True)
@@ -109,10 +109,10 @@ def routing_objective(scores: Tensor, assignment: Tensor) -> Tensor:
 
 
 def best_expert_choice(scores: Tensor, experts_per_token: float) -> Tensor:
-    """Return the assignment that maximises Σ z·r over scores (tokens, experts) float32 with k tokens per expert.
+    """Return the assignment that maximises Σ z·r for float32 scores (tokens, experts) with k tokens per expert.
 
-    k = ⌊tokens · experts_per_token / experts⌋ (paper, Eq. 4). Fanouts are free, so no constraint joins two experts, and
-    the k best tokens of each are the optimum. Raises ValueError if k is 0.
+    k = ⌊tokens · experts_per_token / experts⌋ (paper, Eq. 4). Fanouts are free, so no constraint links two experts, and
+    the optimum is the k best tokens of each expert. Raises ValueError if k is 0.
     """
     tokens, experts = scores.shape
     k, _, _ = bounds(tokens, experts_per_token, experts, slack=0)
@@ -121,11 +121,11 @@ def best_expert_choice(scores: Tensor, experts_per_token: float) -> Tensor:
 
 
 def best_token_choice(scores: Tensor, experts_per_token: int, load: int) -> Tensor:
-    """Return the assignment that maximises Σ z·r over scores (tokens, experts) with bounded fanouts and equal loads.
+    """Return the assignment that maximises Σ z·r for scores (tokens, experts) with bounded fanouts and equal loads.
 
-    Every expert gets `load` tokens and no token more than `experts_per_token` experts; with the highest load, tokens ·
-    experts_per_token / experts, every token gets exactly that many (paper, Eq. 3). Solves a linear program, with scipy,
-    whose vertices are integral because its constraints form a bipartite graph; thousands of tokens take seconds.
+    Every expert gets `load` tokens, and every token at most `experts_per_token` experts, or exactly that many at the
+    maximum load, tokens · experts_per_token / experts (paper, Eq. 3). Solves a linear program with scipy; its vertices
+    are integral since its constraints form a bipartite graph. Thousands of tokens take seconds.
     """
     from scipy.optimize import linprog
     from scipy.sparse import eye, kron

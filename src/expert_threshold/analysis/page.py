@@ -26,11 +26,11 @@ class Exhibit(NamedTuple):
     title: str
     sentence: str
     figure: Figure
-    files: str | None = None  # the stem of its files beside the page, if any
+    files: str | None = None  # the stem of its files next to the page, if any
 
 
 class LeftOut(NamedTuple):
-    """A figure that is not shown, with the reason. failed: the reason is an error."""
+    """A figure that is not shown, with the reason. failed: True if the reason is an error."""
 
     title: str
     reason: str
@@ -40,8 +40,8 @@ class LeftOut(NamedTuple):
 def attempt(title: str, make: Callable[[], Exhibit]) -> Exhibit | LeftOut:
     """Return the figure that `make` draws with `STYLE` active, or the reason why it cannot be drawn.
 
-    An error in one figure leaves out this figure alone: people look at the others when a run went wrong. Raises OSError
-    where the disk is full, and ValueError if matplotlib is missing.
+    An error in one figure leaves out only that figure, since people need the others when a run has gone wrong. Raises
+    OSError if the disk is full, and ValueError if matplotlib is missing.
     """
     with style():
         try:
@@ -55,12 +55,12 @@ def attempt(title: str, make: Callable[[], Exhibit]) -> Exhibit | LeftOut:
 
 
 def exhibit(title: str, sentence: str | Callable[[], str], draw: Callable[[], Figure]) -> Exhibit | LeftOut:
-    """Draw a figure as `attempt` does."""
+    """Draw a figure with its caption, as `attempt` does."""
     return attempt(title, lambda: Exhibit(title, sentence if isinstance(sentence, str) else sentence(), draw()))
 
 
 def _describe(error: Exception) -> str:
-    """Return the message in one line; of an error that is not meant for users, also its type and place."""
+    """Return the message in one line, with type and location unless the error is meant for users."""
     text = " ".join(str(error).split()).rstrip(".")
     place = traceback.extract_tb(error.__traceback__)[-1]
     return (
@@ -70,8 +70,8 @@ def _describe(error: Exception) -> str:
     )
 
 
-DPI = 200  # of PNG
-TALL = 0.8  # height / width of figures of text, which get more of a printed page than others
+DPI = 200  # of PNG files
+TALL = 0.8  # a figure with more height / width than this is text, and gets more of a printed page
 
 HERE = Path(__file__).parent
 CSS, SCRIPT = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
@@ -105,7 +105,7 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """Return a section of the page; empty if all of its parts are."""
+    """Return a section of the page; empty if all its parts are empty."""
     content = "\n".join(filter(None, parts))
     return f"<section><h2>{escape(title)}</h2>\n{content}</section>\n" if content else ""
 
@@ -116,17 +116,17 @@ def text(sentence: str, *, muted: bool = False) -> str:
 
 
 def facts(entries: Iterable[tuple[str, str]]) -> str:
-    """Return a list of names and what they have."""
+    """Return a list of names and their values."""
     return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in entries)}</dl>"
 
 
 def folded(summary: str, content: str) -> str:
-    """Return content that is shown at a click."""
+    """Return content that is collapsed until its summary is clicked."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
 def exhibits(title: str, entries: Iterable[Exhibit | LeftOut]) -> str:
-    """Return a section of figures side by side, with a line for each one that failed; empty if there are none."""
+    """Return a section of figures side by side, with a line for each figure that failed; empty without figures."""
     figures = "\n".join(
         _figure(f"{title} {entry.title}", entry)
         if isinstance(entry, Exhibit)
@@ -138,14 +138,14 @@ def exhibits(title: str, entries: Iterable[Exhibit | LeftOut]) -> str:
 
 
 def left_out(entries: Iterable[Exhibit | LeftOut]) -> str:
-    """Return the section of omitted figures with reasons, empty if there are none."""
+    """Return a section of omitted figures with reasons; empty if there are none."""
     missing = [entry for entry in entries if isinstance(entry, LeftOut) and not entry.failed]
     lines = "".join(f"<li>{escape(entry.title)}: {escape(entry.reason)}.</li>" for entry in missing)
     return section("Left out", f"<ul>{lines}</ul>" if lines else "")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "Table") -> str:
-    """Return a table, which scrolls if it is too wide, and sorts its rows by the column whose head is clicked.
+    """Return a table that scrolls if it is too wide, and sorts its rows by the column whose head is clicked.
 
     name: for screen readers, which list the tables of a page.
     """
@@ -158,7 +158,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "Table
 
 
 def options_that_differ(options: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a section with the options, by method, in which the methods differ; empty if they do not."""
+    """Return a section with the options in which the methods differ; empty if they do not. options: by method."""
     names = dict.fromkeys(name for each in options.values() for name in each)
     values = {name: [str(each.get(name, "–")) for each in options.values()] for name in names}
     rows = [[name, *each] for name, each in values.items() if len(set(each)) > 1]
@@ -167,7 +167,7 @@ def options_that_differ(options: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def links(pages: Mapping[str, Path], folder: Path) -> str:
-    """Return links from a page in `folder` to those of the pages that exist."""
+    """Return links from a page in `folder` to the pages that exist."""
     found = {name: os.path.relpath(path.resolve(), folder.resolve()) for name, path in pages.items() if path.is_file()}
     items = "".join(f'<a href="{quote(path)}">{escape(name)}</a>' for name, path in found.items())
     return f'<nav aria-label="Reports">{items}</nav>' if items else ""
@@ -181,7 +181,7 @@ def text_block(text: str) -> str:
 
 def _figure(name: str, exhibit: Exhibit) -> str:
     prefix = re.sub(r"\W+", "-", name.lower())
-    drawn = svg(exhibit.figure, prefix, f"Chart: {exhibit.title}")  # the caption describes it
+    drawn = svg(exhibit.figure, prefix, f"Chart: {exhibit.title}")  # the caption describes the content
     charted = json.dumps(panels) if (panels := charts(exhibit.figure)) else ""
     width, height = exhibit.figure.get_size_inches()
     layout = f"{'wide' if width > NARROW else ''}{' tall' if height > TALL * width else ''}".strip()
@@ -198,9 +198,9 @@ VALUES = '<details class="values"><summary>Values</summary></details><script typ
 
 
 def charts(figure: Figure) -> list[dict[str, Any]]:
-    """Return the panels of a drawn figure with named lines, for the page's script: their scales, places and numbers.
+    """Return the panels of a drawn figure with named lines, for the page's script: their scales, positions and numbers.
 
-    box: left, top, right and bottom, in the units of the SVG. scalable: other axes are a matter of moving the lines.
+    box: left, top, right and bottom, in units of the SVG. scalable: moving the lines is enough to change the axes.
     """
     width, height = 72 * figure.get_size_inches()
     found = []
@@ -238,7 +238,7 @@ def _links(files: str | None) -> str:
 
 
 def save_figure(draw: Callable[[], Figure], path: Path) -> Figure:
-    """Draw a figure, write path.png and path.svg atomically, on white, and return it."""
+    """Draw a figure, write it to path.png and path.svg atomically on a white background, and return it."""
     with style():
         figure = draw()
         for kind in ("png", "svg"):
@@ -252,9 +252,9 @@ _UNDATED = {"png": None, "svg": {"Date": None}}  # identical figures give identi
 
 
 def svg(figure: Figure, prefix: str, alt: str) -> str:
-    """Return a figure as an <svg> element: text stays text, ids are unique.
+    """Return a figure as an <svg> element, in which text stays text and ids are unique.
 
-    prefix: of all ids, unique on the page. alt: the text for screen readers.
+    prefix: prefix of all ids, unique on the page. alt: text for screen readers.
     """
     file = io.StringIO()
     for axes in figure.axes:
@@ -268,7 +268,7 @@ def svg(figure: Figure, prefix: str, alt: str) -> str:
     assert box is not None
     inside = re.sub("<[^>]+>", lambda tag: _for_page(tag[0], used, prefix), drawn[drawn.index(">", box.end()) + 1 :])
     shown = re.sub(r">\s*([^<]*?)\s*<", r">\1<", f">{inside}".strip())
-    # In print, which limits the height, a chart keeps to the left.
+    # Print limits the height of a chart, which then stays on the left.
     return f'<svg {box[0]} preserveAspectRatio="xMinYMin" role="img" aria-label="{escape(alt)}"{shown}'
 
 
@@ -281,7 +281,7 @@ def _for_page(tag: str, used: set[str], prefix: str) -> str:
         name = found[1]
         return f' class="{name}"' if name in CLASSES else f' id="{prefix}-{name}"' if name in used else ""
 
-    family = "; font-family: monospace" if "Mono" in tag else ""  # otherwise the page's
+    family = "; font-family: monospace" if "Mono" in tag else ""  # other text uses the font of the page
     tag = re.sub(r' id="([^"]*)"', named, tag.replace("xlink:href", "href"))
     tag = re.sub(r'(url\(|href=")#', rf"\1#{prefix}-", tag)
     return re.sub(r"font: ([\d.]+px)(?:&\w+;|[^;\"])*", rf"font-size: \1{family}", tag)

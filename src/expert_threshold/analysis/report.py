@@ -1,4 +1,4 @@
-"""A run's report.html: its configuration, results and use of experts, from its records alone."""
+"""A run's report.html, made from its records alone: its configuration, results and use of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .sentences import counted, short
 def write_report(folder: RunFolder, say: Callable[[str], None] = lambda line: None) -> Path:
     """Write report.html into the run folder and return its path. say: called with a line about each figure that failed.
 
-    Raises ValueError with the remedy if a record is damaged or matplotlib is missing; OSError where the disk is full.
+    Raises ValueError with the remedy if a record is damaged or matplotlib is missing, and OSError if the disk is full.
     """
     # A path in config.json may contain bytes that are not UTF-8.
     replace_file(folder.report, report(read_run(folder), say).encode(errors="replace"))
@@ -52,12 +52,12 @@ def report(run: Run, say: Callable[[str], None]) -> str:
 
 
 def header(run: Run) -> str:
-    """Return the title, the main results and the configuration in brief."""
+    """Return the title, the main results and a summary of the configuration."""
     parameters = parameter_counts(run.model)
     title = f"{run.rule_name[0].upper()}{run.rule_name[1:]}, {short(parameters['total'])} parameters"
-    # The page of a comparison is written after its runs' reports.
+    # Check for compare.json: the page of a comparison is written after the reports of its runs.
     inside = (run.path.parent.parent / "compare.json").is_file()
-    comparison = '<nav><a href="../../compare.html">The comparison of this run</a></nav>' if inside else ""
+    comparison = '<nav><a href="../../compare.html">Comparison with this run</a></nav>' if inside else ""
     numbers = "".join(f"<li><b>{escape(value)}</b>{escape(what)}</li>" for value, what in _numbers(run))
     return (
         f"<header><h1>{escape(title)}</h1>{text(f'Run {run.name}', muted=True)}\n"
@@ -86,7 +86,7 @@ def _facts(run: Run, parameters: dict[str, int]) -> Iterator[tuple[str, str]]:
         f"{f'{preset[0]}: ' if preset else ''}{model['layers']} layers of width {model['d_model']}, {model['heads']} "
         f"heads, context {model['context']:,}, vocabulary {model['vocab_size']:,}",
     )
-    yield "Parameters", f"{parameters['total']:,} in all, {parameters['active']:,} active for a token"
+    yield "Parameters", f"{parameters['total']:,} in total, {parameters['active']:,} active per token"
     options = ", ".join(f"{key} {_plain(value)}" for key, value in run.rule.items() if key != "name")
     yield "Rule", f"{run.rule['name']}{': ' if options else ''}{options}"
     if run.model.rule is not None:
@@ -103,7 +103,7 @@ def _facts(run: Run, parameters: dict[str, int]) -> Iterator[tuple[str, str]]:
 
 
 def warnings(run: Run) -> str:
-    """Return skipped steps and dead experts, nothing if there were none."""
+    """Return a section on skipped steps and dead experts; empty if there were none."""
     lines = []
     skipped = [f"{record['step']:,}" for record in run.events if record["event"] == "skipped_step"]
     if skipped:
@@ -119,7 +119,7 @@ def warnings(run: Run) -> str:
 
 
 def samples(run: Run) -> str:
-    """Return the last sample, with earlier ones collapsed."""
+    """Return the last sample, with earlier samples collapsed."""
     if not run.samples:
         return ""
     *earlier, (name, last) = run.samples
@@ -132,6 +132,6 @@ def _plain(value: object) -> str:
 
 
 def _some(items: list[str], what: str) -> str:
-    """Return at most ten items: `steps 3, 4 and 5 more`."""
+    """Return up to ten items and the number of others: `steps 3, 4 and 5 more`."""
     more = f" and {len(items) - 10} more" if len(items) > 10 else ""
     return f"{what}{'s' if len(items) > 1 else ''} {', '.join(items[:10])}{more}"

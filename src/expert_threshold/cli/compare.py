@@ -34,7 +34,7 @@ from .run_options import Given, options_of_any_rule, parse_run, read_config_file
 
 
 def leaves_open(method: Method, path: str) -> bool:
-    """Return True if this option of the method's rule can be chosen."""
+    """Return True if the method's rule has this option and the method does not fix it."""
     option = path.removeprefix("rule.")
     return option in option_names(method.rule) and option not in method.options
 
@@ -51,38 +51,38 @@ OPTIONS = [
         "rules",
         str,
         PAPER,
-        "The methods to compare, as A,B; paper is the paper's methods, all adds every other rule and variant. A rule's "
-        "option applies to the methods that do not fix it.",
+        "The methods to compare, as A,B; paper is the paper's methods, all adds every other rule and variant. Options "
+        "of a rule apply to the methods that do not fix them.",
     ),
-    Option("seeds", Count, 1, "Number of runs of each method, with seeds 0, 1, and so on."),
+    Option("seeds", Count, 1, "Number of runs per method, with seeds 0, 1, and so on."),
     Option(
         "baseline",
         str,
         REFERENCE,
-        "Method against which the others are judged. Defaults to the first if it is not among the compared methods.",
+        "Method that the others are compared with. Defaults to the first method if it is not among them.",
     ),
-    Option("margin", Positive, MARGIN, "Nats per token within which a method is equivalent to the baseline."),
+    Option("margin", Positive, MARGIN, "Nats per token within which a method counts as equivalent to the baseline."),
     Option(
         "tuned",
         str,
         None,
-        "A folder of et sweep; may be repeated. Each method has the best options found there, of itself or else of "
-        "another method of its rule.",
+        "A folder of et sweep, whose best options are used; may be repeated. A method without options of its own uses "
+        "those of another method with the same rule.",
         many=True,
     ),
     Option(
         "join",
         str,
         None,
-        "A folder of et compare; may be repeated. Trains nothing: makes one table of all their runs in --out.",
+        "A folder of et compare to join; may be repeated. Trains nothing and writes tables of all runs to --out.",
         many=True,
     ),
-    Option("out", str, "runs/compare-PRESET", "Folder to make, or the folder of the comparison to continue."),
+    Option("out", str, "runs/compare-PRESET", "Folder to create, or the folder of the comparison to continue."),
 ]
 
 
 def decided() -> set[str]:
-    """Return the options of a run that the methods and the seeds decide."""
+    """Return the options of a run that the methods and the seeds determine."""
     every = methods().values()
     paths = (option.name for option in options_of_any_rule())
     closed = {path for path in paths if not any(leaves_open(method, path) for method in every)}
@@ -90,7 +90,7 @@ def decided() -> set[str]:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Train the runs that are not finished, and print the table."""
+    """Train the unfinished runs, and print the tables."""
     given = parse_run("et compare", _description(), OPTIONS, arguments, without=decided())
     if "join" in given:
         _join(given)
@@ -122,12 +122,12 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _join(given: dict[str, Any]) -> None:
-    """Make one table of the runs of several comparisons."""
+    """Write and print tables of the runs of several comparisons."""
     folders, out = given.pop("join"), given.pop("out", "runs/compare-joined")
     baseline, margin = given.pop("baseline", None), given.pop("margin", MARGIN)
     if given:
         flags = ", ".join(str(value) if name == "preset" else flag_of(name) for name, value in given.items())
-        raise ValueError(f"--join allows --baseline, --margin and --out alone; leave out {flags}")
+        raise ValueError(f"--join allows only --baseline, --margin and --out; leave out {flags}")
     findings = join(folders, baseline, margin)
     with opened(out, JOINED) as folder:
         conclude(console_for_tables(), findings, folder, JOINED.file)
@@ -136,7 +136,7 @@ def _join(given: dict[str, Any]) -> None:
 def conclude(
     console: Console, findings: Findings, folder: Path, file: str, labels: Mapping[str, str] | None = None
 ) -> None:
-    """Write and print the tables, draw the page, and say where they are. labels: as `draw` takes them."""
+    """Write and print the tables, draw the page, and report where they are. labels: as in `draw`."""
     findings.write(folder, file)
     for head, lines, note in findings.tables(lambda text: f"[bold]{text}[/bold]"):
         console.print(table(head, lines))
@@ -157,9 +157,9 @@ def chosen_methods(text: str, flag: str = "--rules") -> list[str]:
 
 
 def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
-    """Return the file with each method's best options.
+    """Return the file with the best options of each method.
 
-    Raises ValueError if the sweeps have none for a method, or a file cannot be read.
+    Raises ValueError if the sweeps have none for a method, or if a file cannot be read.
     """
     known = methods()
     found: dict[str, Path] = {}
@@ -187,14 +187,12 @@ def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path
 
 
 def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | None = None) -> dict[str, RunConfig]:
-    """Return the run of each method with seed 0. files: of options that a method has where no flag gives another value.
+    """Return the run of each method with seed 0. files: a file of options for each method, which flags override.
 
     Raises ValueError for options that cannot be trained or compared.
     """
     if files and "config" in given:
-        raise ValueError(
-            f"--config {given['config']}: --tuned gives every method a file of its own; leave one of them out"
-        )
+        raise ValueError(f"--config {given['config']}: --tuned gives each method its own file; leave one of them out")
     known = methods()
     of_rules = [path for path in given if path.startswith("rule.")]
     for path in of_rules:
@@ -212,7 +210,7 @@ def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | No
         require_trainable(config.model, config.train)
         configs[name] = replace(config, data=replace(config.data, source=absolute(config.data.source)))
     if config.train.eval_every is None:
-        raise ValueError("--eval-every none: methods are compared by their validation loss; leave it out")
+        raise ValueError("--eval-every none: methods are compared by their validation loss, so leave it out")
     return configs
 
 
@@ -224,18 +222,18 @@ def require_shared_budget(configs: Mapping[str, RunConfig]) -> None:
         for option, value in mine.items():
             if value != shared[0][option]:
                 raise ValueError(
-                    f"--tuned: {name} has {option}={value!r} and {names[0]} {shared[0][option]!r}, and methods of one "
-                    "comparison share text, batch and trunk; sweep them alike, or give the option here"
+                    f"--tuned: {name} has {option}={value!r} but {names[0]} has {shared[0][option]!r}; methods of one "
+                    "comparison share text, batch and trunk, so sweep them alike, or give the option here"
                 )
 
 
 def console_for_tables() -> Console:
-    """Return the terminal; elsewhere a console wide enough for tables."""
+    """Return a console of the terminal's width, or one wide enough for tables if there is no terminal."""
     return RunConsole(width=None if RunConsole().is_terminal else 120)
 
 
 def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """Return the table for a terminal. In a narrow one the methods' names wrap; numbers never do."""
+    """Return a table for the terminal. If it is narrow, names of methods wrap, but numbers never do."""
     table = Table(headers[0], box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.columns[0].overflow = "fold"
     table.columns[0].min_width = min(12, max((len(line[0]) for line in lines), default=0))

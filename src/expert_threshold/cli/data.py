@@ -38,10 +38,10 @@ from .options import Option, parse
 
 Given = Mapping[str, Any]
 
-# Defaults that follow from other options, as --help shows them.
+# Defaults that depend on other options, as --help shows them.
 DERIVED = BESIDE, TOKENS_OUT = f"SOURCE/{TOKENIZER}", "SOURCE-tokens"
 
-SOURCE = Option("source", str, FINEWEB_EDU, "The text: fineweb-edu as downloaded, or a folder of shards.", True)
+SOURCE = Option("source", str, FINEWEB_EDU, "The text: fineweb-edu, if downloaded, or a folder of shards.", True)
 TEXT_FIELD = Option("text_field", str, "text", "Column that holds the text.")
 OUT = "name another --out"
 
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run the subcommand that the first argument names."""
+    """Run the subcommand named by the first argument."""
     if not arguments:
         raise ValueError(f"name a subcommand: {', '.join(ENTRIES)}; see et data --help")
     name, *rest = arguments
@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _cache(part: str) -> Iterator[Path]:
-    """Yield the cache folder, with an exclusive lock on its `part`."""
+    """Yield the cache folder while holding an exclusive lock on its `part`."""
     folder = cache_folder()
     with exclusive(require_writable(folder / part) / ".lock"):
         yield folder
@@ -109,7 +109,7 @@ def _tokenizer(given: Given, display: Display) -> str:
     require_vocab_size(given["vocab_size"])
     corpus = _open(given)
     if given["out"] is None and _beside(given).is_file():
-        raise ValueError(f"--out is missing: {given['source']} is a file, not a folder; name the file to make")
+        raise ValueError(f"--out is missing: {given['source']} is a file, not a folder; name the file to create")
     out = Path(given["out"] or _beside(given) / TOKENIZER)
     if out.exists():
         raise ValueError(f"{out} already exists; delete it, or name another --out")
@@ -127,10 +127,10 @@ def _tokenizer(given: Given, display: Display) -> str:
 def _tokenize(given: Given, display: Display) -> str:
     corpus = _open(given)
     if corpus.parts is None or corpus.tokenized:
-        raise ValueError(f"{corpus.name} is no folder of Parquet shards; name one, other text is tokenized in memory")
+        raise ValueError(f"{corpus.name} is not a folder of Parquet shards; name one (other text needs no tokenizing)")
     tokenizer = Tokenizer.load(given["tokenizer"]) if given["tokenizer"] else corpus.tokenizer
     if tokenizer is None:
-        raise ValueError(f"no {TOKENIZER} beside {corpus.name}; make one with et data tokenizer, or name one")
+        raise ValueError(f"no {TOKENIZER} next to {corpus.name}; train one with et data tokenizer, or name one")
     out = Path(given["out"] or f"{_beside(given)}-tokens")
     require_writable(out.absolute().parent, OUT)
     display.say(corpus.describe())
@@ -155,38 +155,38 @@ def _beside(given: Given) -> Path:
 ENTRIES = {
     FINEWEB_EDU: Entry(
         _fineweb_edu,
-        "download shards of FineWeb-Edu, and the one for validation",
+        "download training shards of FineWeb-Edu, and its validation shard",
         [
-            Option("shards", int, 8, "Shards to train on; each is about 50 million tokens (100 MB)."),
+            Option("shards", int, 8, "Shards to train on; each has about 50 million tokens (100 MB)."),
         ],
     ),
     HUB: Entry(
         _hub,
-        "download a data set of the Hugging Face hub by its name",
+        "download a data set from the Hugging Face hub",
         [
-            Option("dataset", str, None, "Its name, OWNER/NAME.", positional=True, required=True),
-            Option("files", str, "*", "Which of its files of text, such as 'data/train-*'."),
+            Option("dataset", str, None, "Name of the data set, as OWNER/NAME.", positional=True, required=True),
+            Option("files", str, "*", "Text files to download, as a pattern such as 'data/train-*'."),
         ],
     ),
     CORE: Entry(_core, "download the questions of CORE, for et evaluate", []),
     "tokenizer": Entry(
         _tokenizer,
-        "train a tokenizer on the beginning of shards",
+        "train a tokenizer on the start of the text",
         [
             SOURCE,
             Option("vocab_size", int, 65536, "Tokens in the vocabulary."),
-            Option("characters", Count, 2_000_000_000, "Characters to train on, from the beginning of the text."),
-            Option("out", str, BESIDE, "The file to make; et train finds it beside the shards."),
+            Option("characters", Count, 2_000_000_000, "Characters to train on, from the start of the text."),
+            Option("out", str, BESIDE, "The file to create; et train finds it next to the shards."),
             TEXT_FIELD,
         ],
     ),
     "tokenize": Entry(
         _tokenize,
-        "tokenize shards into a folder, which training reads with almost no processor time",
+        "tokenize shards into a folder, which training can then read at almost no cost",
         [
             SOURCE,
             Option("tokenizer", str, BESIDE, "The tokenizer.json to use: ours, or another byte-level BPE."),
-            Option("out", str, TOKENS_OUT, "The folder to make, or to continue."),
+            Option("out", str, TOKENS_OUT, "The folder to create, or to continue."),
             TEXT_FIELD,
         ],
     ),

@@ -51,37 +51,37 @@ OPTIONS = [
         "data",
         str,
         None,
-        "Measure the loss on this too; may be repeated: text as et train takes it, code of the embedded corpus, GSM8K, "
-        "HumanEval.",
+        "Measure the loss on this text too; may be repeated. Any text for et train, code of the embedded corpus, "
+        "GSM8K or HumanEval.",
         many=True,
     ),
-    Option("text_field", str, "text", "Field or column of --data that holds the text, in .jsonl and .parquet."),
-    Option("eval_tokens", Count | None, None, "Maximum number of tokens of each text for the loss. Defaults to all."),
-    Option("bundle", str | None, "CACHE/core", "Eval bundle with the tasks of CORE, if it exists. none skips CORE."),
+    Option("text_field", str, "text", "Field or column of --data that holds the text, for .jsonl and .parquet."),
+    Option("eval_tokens", Count | None, None, "Maximum number of tokens per text for the loss. Defaults to all."),
+    Option("bundle", str | None, "CACHE/core", "Eval bundle with the tasks of CORE, if it exists; none skips CORE."),
     Option("tasks", str, "all", "Tasks of the bundle to evaluate, as A,B."),
-    Option("baselines", Baselines, "nanochat", "Accuracies by chance: the bundle's own table, or DCLM's newer one."),
+    Option("baselines", Baselines, "nanochat", "Chance accuracies: the bundle's own table, or DCLM's newer one."),
     Option("harness", str | None, None, "Tasks of lm-evaluation-harness to evaluate, as A,B."),
-    Option("harness_path", str | None, None, "A folder with further tasks for the harness."),
-    Option("max_per_task", Count | None, None, "Maximum number of questions of each task. Defaults to all."),
+    Option("harness_path", str | None, None, "A folder with additional tasks for the harness."),
+    Option("max_per_task", Count | None, None, "Maximum number of questions per task. Defaults to all."),
     Option(
         "rate",
         float | None,
         None,
-        "Mean number of routed experts per token, from 0 to all. Defaults to the trained one.",
+        "Mean number of routed experts per token, from 0 to all. Defaults to the trained number.",
     ),
-    Option("rates", str | None, None, "Measure the loss at each of these rates, as 0.25,0.5,1,2, and nothing else."),
+    Option("rates", str | None, None, "Only measure the loss at each of these rates, such as 0.25,0.5,1,2."),
     Option("json", bool, False, "Print JSON instead of a table."),
     STEP,
     *COMPUTE,
 ]
 DEFAULTS = {option.name: option.default for option in OPTIONS}
 DESCRIPTION = (
-    "Evaluate trained models: loss and bits per byte on their validation text and any other, the tasks of CORE once et "
-    "data core has downloaded them or --bundle names them, and tasks of lm-evaluation-harness.\n\n"
+    "Evaluate trained models: loss and bits per byte on their validation text and other texts; the tasks of CORE, if "
+    "et data core has downloaded them or --bundle names them; and tasks of lm-evaluation-harness.\n\n"
     "Results are saved to evaluation.json in the run's folder after each task; saved results are not measured again."
 )
 NO_VALIDATION = "use --no-validation, with --data"
-HINT = "CORE was not evaluated: et data core downloads its questions, --bundle names a folder that has them"
+HINT = "CORE was not evaluated: download its questions with et data core, or name their folder with --bundle"
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -114,7 +114,7 @@ def run(arguments: Sequence[str]) -> None:
                 evaluated.validate(options["eval_tokens"])
             for source, corpus in corpora.items():
                 evaluated.measure_on(source, corpus, options["eval_tokens"])
-            asked: dict[str, Any] = {}  # replaces saved sections that also hold other results
+            asked: dict[str, Any] = {}  # replaces saved sections, which may hold further results
             if tasks:
                 asked["core"] = ask_core(
                     known,
@@ -133,7 +133,7 @@ def run(arguments: Sequence[str]) -> None:
         print(json.dumps([{"run": path} | result for path, result in results.items()]))
     else:
         places = _short_names([*dict.fromkeys(map(_place, corpora))])
-        with corrupted_file_error(RESULTS, "remove that file of the run to measure again"):
+        with corrupted_file_error(RESULTS, "remove that file from the run to measure again"):
             shown = table(results, options["validation"], places, labels, harness is not None)
         Console().print(shown)
     if options["bundle"] is None and not given.keys() & {"bundle", "data", "harness"}:
@@ -141,7 +141,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _dial(options: Mapping[str, Any]) -> None:
-    """Measure each run's validation loss at each rate; write the numbers and the figure, and print a table."""
+    """Measure the validation loss of each run at each rate, write the numbers and the figure, and print a table."""
     asked = rates.read_rates(options["rates"])
     folders = {path: RunFolder.open(path) for path in options["run"]}
     for folder in folders.values():
@@ -175,7 +175,7 @@ def _dial(options: Mapping[str, Any]) -> None:
     print(f"figure: {figure}.png and .svg", file=sys.stderr)
 
 
-# Options that have no effect unless one of these others is given.
+# Options that have no effect unless one of the listed options is given.
 NEEDS = {
     "tasks": ["bundle"],
     "baselines": ["bundle"],
@@ -191,28 +191,28 @@ NOT_AT_RATES = ("rate", "data", "bundle", "harness", "tasks", "baselines", "max_
 def _check(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise ValueError for options that leave nothing to do, or that have no effect."""
     if not any(options[name] for name in ("validation", "data", "bundle", "harness")):
-        raise ValueError("--no-validation leaves nothing to do; name --data, a --bundle or a task of the --harness")
+        raise ValueError("--no-validation leaves nothing to do; give --data, --bundle or --harness")
     for name in NOT_AT_RATES if options["rates"] is not None else ():
         if options[name] != defaults[name]:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"--rates {options['rates']}: measures the validation loss alone; leave {flag} out")
+            raise ValueError(f"--rates {options['rates']}: measures only the validation loss; leave {flag} out")
     for name, needed in NEEDS.items():
         flag = "--" + name.replace("_", "-")
         if options[name] != defaults[name] and not any(options[other] for other in needed):
             raise ValueError(
-                f"{flag} {options[name]}: is unused without {' or '.join(f'--{n}' for n in needed)}; name one"
+                f"{flag} {options[name]}: has no effect without {' or '.join(f'--{n}' for n in needed)}; give one"
             )
 
 
 def _tasks(options: Mapping[str, Any]) -> tuple[list[Task], list[str]]:
-    """Return all tasks of the bundle, and the labels of those to evaluate."""
+    """Return all tasks of the bundle, and the labels of the tasks to evaluate."""
     if options["bundle"] is None:
         return [], []
     tasks = read_bundle(options["bundle"], options["baselines"])
     known = {task.label: task for task in tasks}
     asked: Collection[str] = known if options["tasks"] == "all" else parse_names("--tasks", options["tasks"], known)
     for label in asked:
-        choose_rows(known[label], options["max_per_task"])  # rejects too few now, not after an hour
+        choose_rows(known[label], options["max_per_task"])  # to reject too few questions now, not after an hour
     return tasks, [label for label in known if label in asked]
 
 
@@ -229,7 +229,7 @@ def _harness(options: Mapping[str, Any]) -> Harness | None:
 
 
 class Run(NamedTuple):
-    """A trained model with its results."""
+    """A trained model and its results."""
 
     folder: RunFolder
     model: GPT
@@ -254,7 +254,7 @@ class Run(NamedTuple):
             self.results.write("data", known | {place: self.losses(source, corpus, eval_tokens)})
 
     def losses(self, what: str, corpus: Corpus, eval_tokens: int | None) -> dict[str, Any]:
-        """Return loss and bits per byte on the corpus's validation split: causal, and also with training's pools if the
+        """Return loss and bits per byte on the corpus's validation split: causal, and also with training pools if the
         rule looks ahead in training and the text fills a training batch."""
         rule = self.model.config.rule
         looks_ahead = rule is not None and rule.looks_ahead and self.results.rate is None
@@ -262,7 +262,7 @@ class Run(NamedTuple):
         if looks_ahead and pooled_at is None:
             self.display.say(f"{what}: without training pools, since {self.folder.path} does not record their size")
         batch = (pooled_at or 1) * self.model.config.context
-        # Evaluation takes whole batches, and the last target needs one more token.
+        # Evaluation uses whole batches, and the last target needs one more token.
         enough = None if eval_tokens is None else eval_tokens + batch
         progress = self.display.task(f"{what}, tokenizing")
         tokens = pack(corpus, self.tokenizer, "validation", progress, max_tokens=enough)
@@ -282,13 +282,13 @@ class Run(NamedTuple):
             same = {f"causal_{name}": number for name, number in causal.losses().items() if name != "tokens"}
             result["training_pools"] = {"batch_size": pooled_at} | pooled.losses() | same
         elif pooled_at is not None:
-            self.display.say(f"{what}: too short for training pools: a batch has {batch:,} tokens")
+            self.display.say(f"{what}: too short for training pools, since a batch has {batch:,} tokens")
         return result
 
     def ask_harness(self, harness: Harness, max_per_task: int | None) -> dict[str, Any]:
-        """Return the results by task and metric, saved beside those of other tasks.
+        """Return the results by task and metric, and save them along with those of other tasks.
 
-        Every task is evaluated each time: the origin of its questions is unknown, so saved results cannot be trusted.
+        Every task is always evaluated: the origin of its questions is unknown, so saved results cannot be trusted.
         """
         asked: dict[str, Any] = {}
         for name, found in harness.ask(self.model, self.tokenizer, self.display.task, max_per_task):
@@ -333,7 +333,7 @@ def _is_of(known: Any, corpus: str, eval_tokens: int | None) -> bool:
 
 
 def _short_names(places: Sequence[str]) -> dict[str, str]:
-    """Return the places keyed by the shortest end of their path that no other place, nor the run's own text, shares."""
+    """Return the places keyed by the shortest ending of their path that is unique and not the run's own text."""
 
     def ends(place: str) -> list[str]:
         parts = Path(place).parts
@@ -344,5 +344,5 @@ def _short_names(places: Sequence[str]) -> dict[str, str]:
 
 
 def _place(source: str) -> str:
-    """Return the key of a source's results, the same from any working folder."""
+    """Return the key of a source's results, which does not depend on the working folder."""
     return source if source == CODE else absolute(source)

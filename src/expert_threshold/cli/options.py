@@ -1,4 +1,4 @@
-"""Options of a command: a table that argparse turns into values, `--help` or a one-line error."""
+"""Options of a command: a table from which argparse makes values, `--help` or a one-line error."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ EVERYDAY = (
     "train.seed", "train.device", "train.dtype", "train.compile", "train.threads", "train.log_every",
     "train.eval_every", "train.eval_tokens", "train.sample_every", "train.checkpoint_every",
 )  # fmt: skip
-"""Options of a run that also have a short flag, and that --help shows beside the rule's."""
+"""Options of a run that also have a short flag, and that --help shows together with the rule's options."""
 SHORT = {path: path.partition(".")[2] for path in EVERYDAY} | {"rule.name": "rule", "data.source": "data"}
 WIDEST = 40
-"""Maximum width of the values beside a flag; longer lists of names go into the help text, which wraps."""
+"""Maximum width of the values shown after a flag; longer lists of names go into the help text, which wraps."""
 
 
 class Option(NamedTuple):
-    """`--name VALUE`, or a positional argument NAME, which is any text.
+    """`--name VALUE`, or a positional argument NAME, which may be any text.
 
-    name: the key of its value; one with a dot is the path of a run's option, which --help shows under its section.
-    kind: a type of a record's field; bool makes a pair, --name and --no-name. default: what --help shows. many: an
-    option, or the last positional argument, that may be repeated; its value is the list of texts. may_be_empty: an
-    empty text is valid; otherwise it is rejected, as it comes from an unset variable of the shell.
+    name: the key of the value; a name with a dot is the path of a run's option, which --help shows under its section.
+    kind: the type of a record's field; bool makes a pair, --name and --no-name. default: what --help shows. many: the
+    option, or the last positional argument, may be repeated; its value is the list of texts. may_be_empty: empty text
+    is valid; otherwise it is rejected, since it usually comes from an unset shell variable.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Option(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """Return the option as --help shows it."""
+        """The option as --help shows it."""
         return self.name.upper() if self.positional else flag_of(self.name)
 
     def read(self, text: str) -> Any:
-        """Return the value of the text as typed."""
+        """Return the value that the text stands for."""
         if not text and not self.may_be_empty:
             raise argparse.ArgumentTypeError(f"must not be empty; give {describe(self.kind)}")
         try:
@@ -59,22 +59,22 @@ class Option(NamedTuple):
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of an option, the short one if it has two."""
+    """Return the flag of an option, the short flag if it has two."""
     return "--" + SHORT.get(name, name).replace("_", "-")
 
 
 # Options of every command that reads a checkpoint, and of every command that computes.
-STEP = Option("step", NonNegativeInt | None, None, "Step of the checkpoint to use. Defaults to the last.")
+STEP = Option("step", NonNegativeInt | None, None, "Step of the checkpoint to use. Defaults to the last one.")
 COMPUTE = [
-    Option("device", DeviceName, "auto", "Where to compute; auto is cuda if available, else cpu."),
-    Option("dtype", DtypeName, "auto", "Dtype of matrix products; auto is bfloat16 where the hardware has it."),
+    Option("device", DeviceName, "auto", "Device to compute on; auto is cuda if available, else cpu."),
+    Option("dtype", DtypeName, "auto", "Dtype of matrix products; auto is bfloat16 if the hardware supports it."),
 ]
 
 
 def parse(prog: str, description: str, options: Sequence[Option], arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options given on the command line, by name. --help prints and exits with 0.
+    """Return the options given on the command line, by name. --help prints the help and exits with 0.
 
-    Raises ValueError for anything invalid, in one line that names the option and the remedy.
+    Raises ValueError for invalid options, with a one-line message that names the option and the remedy.
     """
     parser = Parser(prog, description, options)
     typed: dict[str, str] = {}
@@ -91,12 +91,12 @@ def parse(prog: str, description: str, options: Sequence[Option], arguments: Seq
 
 
 def parse_all(prog: str, description: str, options: Sequence[Option], arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the same, with defaults for options that are not given."""
+    """Return the options by name, as `parse` does, with defaults for options that are not given."""
     return {option.name: option.default for option in options} | parse(prog, description, options, arguments)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, and with defaults only in --help. flags: every flag, and the option's name."""
+    """argparse with one-line errors, and with defaults only in --help. flags: the option's name by flag."""
 
     def __init__(self, prog: str, description: str, options: Sequence[Option]) -> None:
         places = [option.flag + "…" * option.many for option in options if option.positional]
@@ -112,14 +112,14 @@ class Parser(argparse.ArgumentParser):
         self.flags = {flag: action.dest for action in self._actions for flag in action.option_strings}
 
     def error(self, message: str) -> NoReturn:
-        text = re.sub(r"^argument ([^:/]+)[^:]*", r"\1", message)  # by its short name alone
+        text = re.sub(r"^argument ([^:/]+)[^:]*", r"\1", message)  # only its short name
         if text.endswith(": expected one argument"):  # nothing follows, or what follows looks like a flag
-            text += f"; write {text.partition(':')[0]}=VALUE for a value that begins with -"
+            text += f"; write {text.partition(':')[0]}=VALUE for a value that starts with -"
         raise ValueError(f"{text}; see {self.prog} --help")
 
 
 class _Help(argparse.HelpFormatter):
-    """Help that keeps paragraphs apart, does not break hyphenated names, and shows a flag once, by its short name."""
+    """Help that separates paragraphs, does not break hyphenated names, and shows only the short name of a flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -146,7 +146,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
         shown, text = shown.replace("|".join(names), "NAME"), f"{text} One of {', '.join(names)}."
     default = "required" if option.required else f"default: {show(option.default)}"
     how: dict[str, Any] = {"help": f"{text} ({default})".replace("%", "%%")}
-    how |= {"default": argparse.SUPPRESS}  # to distinguish options that are given
+    how |= {"default": argparse.SUPPRESS}  # so that only given options have values
     if option.positional:
         nargs = ("+" if option.many else None) if option.required else "?"
         group.add_argument(option.name, nargs=nargs, metavar=option.flag, type=option.read, **how)
@@ -160,13 +160,13 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def field_options(record: type, defaults: Mapping[str, Any], prefix: str = "") -> list[Option]:
-    """Return an option for each field in `defaults` of a dataclass whose fields are made by option.py."""
+    """Return an option for each field in `defaults` of a dataclass whose fields are defined with `option`."""
     kinds, helps = kinds_of(record), {field.name: field.metadata.get("help", "") for field in fields(record)}
     return [Option(prefix + name, kinds[name], default, helps[name]) for name, default in defaults.items()]
 
 
 def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> list[str]:
-    """Return the names in "A,B", each once. Raises ValueError for one that is empty or unknown."""
+    """Return the names in "A,B", each once. Raises ValueError for an empty or unknown name."""
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if not name:

@@ -1,4 +1,4 @@
-"""`et evaluate --rates`: the loss of trained models over active compute, as table, JSON and figure."""
+"""`et evaluate --rates`: the loss of trained models by active compute, as a table, JSON and a figure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILE = "rates.json"
 
 
 def read_rates(text: str) -> list[float | None]:
-    """Return the rates in "0.25,0.5,1" after None, which stands for the trained cutoffs. Raises ValueError."""
+    """Return None, for the trained cutoffs, and the rates in "0.25,0.5,1". Raises ValueError if one is invalid."""
     try:
         return [None, *(convert(NonNegative, part) for part in parse_names("--rates", text))]
     except ValueError as error:
@@ -35,22 +35,22 @@ def read_rates(text: str) -> list[float | None]:
 def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:
     """Raise ValueError unless the run's rule overrides `method`: `calibrated`, `calibration_rule` or `at_rate`.
 
-    flag: opens the message.
+    flag: prefix of the message.
     """
     with folder.named():
         model = GPTConfig.from_dict(folder.config)
     rule = model.rule
     if rule is None or getattr(type(rule), method) is getattr(Rule, method):
         raise ValueError(
-            f"{flag}{folder.path} is trained by {rule_name(rule)}, which has no cutoffs; name a run whose rule moves "
-            "cutoffs, such as expert_choice or expert_threshold"
+            f"{flag}{folder.path} is trained with {rule_name(rule)}, which has no cutoffs; name a run whose rule "
+            "has cutoffs, such as expert_choice or expert_threshold"
         )
     if model.dense_layers == model.layers:
-        raise ValueError(f"{flag}{folder.path} has no experts: all its layers are dense; name another run")
+        raise ValueError(f"{flag}{folder.path} has no experts, since all its layers are dense; name another run")
 
 
 def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) -> dict[str, Any]:
-    """Return the record of a run, which its JSON, table and figure share."""
+    """Return the record of a run for its JSON, table and figure."""
     return {
         "run": folder.path.name,
         "step": step,
@@ -61,7 +61,7 @@ def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) ->
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return the table. results: records by the runs' paths."""
+    """Return the table. results: records by the path of their run."""
     names = (
         "run",
         "rate",
@@ -71,7 +71,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
         "active parameters",
         "MFLOPs per token",
     )
-    shown = Table(*names, caption="MFLOPs of a forward; the trained cutoffs first")
+    shown = Table(*names, caption="MFLOPs are those of the forward pass; the trained cutoffs come first")
     for column in shown.columns[1:]:
         column.justify = "right"
     for path, found in results.items():

@@ -18,23 +18,23 @@ from .options import EVERYDAY, Option, Parser, field_options, parse
 
 Given = Mapping[str, Any]
 
-PRESET = Option("preset", str, DEFAULT_PRESET, f"Size to start from: {', '.join(RUNS)}.", positional=True)
-RECIPE = Option("recipe", str, None, "Run of the paper or of another project; see et recipes.")
-TOKENS = Option("tokens", Count | None, None, "Tokens to train on instead of --steps.")
-CONFIG = Option("config", str, None, "JSON or TOML file of options. A run's config.json is one.")
+PRESET = Option("preset", str, DEFAULT_PRESET, f"Preset to start from: {', '.join(RUNS)}.", positional=True)
+RECIPE = Option("recipe", str, None, "Recipe to train: a run of the paper or of another project; see et recipes.")
+TOKENS = Option("tokens", Count | None, None, "Tokens to train on, in place of --steps.")
+CONFIG = Option("config", str, None, "JSON or TOML file of options, such as a run's config.json.")
 HELP = (
-    "An option is named by its path, such as --optim.matrix-lr, in files and errors too; everyday options also have a "
-    "short flag; --help-all lists all. Of several values the first counts: flag, file, resumed or initial run, recipe, "
-    "preset."
+    "Options are named by their path, such as --optim.matrix-lr, in files and errors too. Everyday options also have a "
+    "short flag; --help-all lists all options. If several places set an option, the first counts: flag, file, resumed "
+    "or initial run, recipe, preset."
 )
 
 
 def run_options(config: RunConfig) -> list[Option]:
-    """Return the options of a run, with defaults from `config`: the chosen rule's first."""
+    """Return the options of a run, with defaults from `config`; options of the chosen rule come first."""
     sections = config.to_dict()
     rule = sections.pop("rule")
     name = rule.pop("name")
-    options = [Option("rule.name", Literal[(DENSE, *RULES)], name, "How scores become an assignment.")]
+    options = [Option("rule.name", Literal[(DENSE, *RULES)], name, "Routing rule: how scores become an assignment.")]
     records = {"rule": RULES[name]} if rule else {}
     for section, record in (records | RECORDS).items():
         options += field_options(record, {"rule": rule, **sections}[section], f"{section}.")
@@ -42,7 +42,7 @@ def run_options(config: RunConfig) -> list[Option]:
 
 
 def options_of_any_rule() -> list[Option]:
-    """Return the options of all rules, as text: types and defaults depend on the rule."""
+    """Return the options of all rules, as text, since their types and defaults depend on the rule."""
     kinds: dict[str, set[Any]] = {}
     for rule in RULES:
         for name in option_names(rule):
@@ -51,9 +51,9 @@ def options_of_any_rule() -> list[Option]:
 
 
 def resolve_run(given: Given) -> RunConfig:
-    """Return the run of the given options: flags override a file, the model of --init-from, recipe and preset, in turn.
+    """Return the run of the given options. In order of precedence: flags, file, --init-from's model, recipe, preset.
 
-    Options that a rule scales to the length of a run follow the new run. Raises ValueError.
+    Options that a rule scales to the length of a run follow the new run. Raises ValueError for invalid options.
     """
     initial, file = {}, read_config_file(given["config"]) if "config" in given else {}
     if "init_from" in given:
@@ -61,7 +61,7 @@ def resolve_run(given: Given) -> RunConfig:
         with source.named():
             initial = by_path({section: source.section(section) for section in ("model", "rule")})
     if given.get("tokens") is not None:
-        file.pop("train.steps", None)  # a flag goes before the file
+        file.pop("train.steps", None)  # a flag takes precedence over the file
     flags = {path: value for path, value in given.items() if "." in path}
     recipe, tokens = given.get("recipe"), given.get("tokens")
     config = resolve(preset_of(given), file, flags, recipe=recipe, tokens=tokens, initial=initial)
@@ -70,22 +70,22 @@ def resolve_run(given: Given) -> RunConfig:
 
 
 def preset_of(given: Given) -> str:
-    """Return the preset named, or the recipe's."""
+    """Return the given preset, or else the recipe's preset."""
     recipe = given.get("recipe")
     return cast(str, given.get("preset", RECIPES[recipe].preset if recipe in RECIPES else DEFAULT_PRESET))
 
 
 def start_of(given: Given) -> dict[str, str]:
-    """Return what the options start from: preset, recipe, file; with a file alone, the default preset is omitted."""
+    """Return what the options start from: preset, recipe and file. With a file, the default preset is omitted."""
     typed = {name: given[name] for name in ("preset", "recipe", "config") if given.get(name) is not None}
     return typed if "config" in typed else {"preset": preset_of(given)} | typed
 
 
 def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
-    """Return the options, by path, in the file that `flag` names. Raises ValueError if it cannot be read."""
+    """Return the options in the file at `path`, by their paths. Raises ValueError naming `flag` if it is invalid."""
     loads = tomllib.loads if Path(path).suffix == ".toml" else json.loads
     try:
-        value = loads(Path(path).read_text("utf-8-sig"))  # some editors of Windows write a byte order mark
+        value = loads(Path(path).read_text("utf-8-sig"))  # some Windows editors write a byte order mark
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", error)
         raise ValueError(f"{flag} {path}: not a JSON or TOML file such as the config.json of a run ({why})") from None
@@ -96,7 +96,7 @@ def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
 
 
 def with_paths(message: str) -> str:
-    """Return an error with the options of a run that it names, as in `heads=3`, by their paths: `model.heads=3`."""
+    """Return an error message with a run's options, such as `heads=3`, replaced by their paths: `model.heads=3`."""
     paths = {path.partition(".")[2]: path for path in (*(option.name for option in options_of_any_rule()), *KINDS)}
     return re.sub(r"(?<![\w./-])\w+(?==)", lambda name: paths.get(name[0], name[0]), message)
 
@@ -104,10 +104,10 @@ def with_paths(message: str) -> str:
 def parse_run(
     prog: str, description: str, own: Sequence[Option], arguments: Sequence[str], without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the given options of a command that has options of its own beside those of a run.
+    """Return the given options of a command that has its `own` options in addition to those of a run.
 
-    without: names of options that the command lacks. --help shows the everyday options and the rule's, --help-all all,
-    with the defaults of the preset, the rule and the file named on the command line.
+    without: names of options that the command lacks. --help shows the everyday options and the rule's, --help-all shows
+    all, with the defaults of the preset, the rule and the file named on the command line.
     """
 
     def offered(options: Sequence[Option]) -> list[Option]:

@@ -1,4 +1,4 @@
-"""`et sweep`: searches learning rates and other options for the least validation loss, each method by itself."""
+"""`et sweep`: searches learning rates and other options for the lowest validation loss, separately for each method."""
 
 from __future__ import annotations
 
@@ -36,56 +36,55 @@ from .run_options import (
 )
 
 FACTOR = 8
-"""The default space: the present learning rates divided and multiplied by this."""
+"""The default space: the current learning rates divided and multiplied by this."""
 RATES = ("optim.matrix_lr", "optim.embed_lr", "optim.head_lr", "optim.router_lr")
 SHARE, LEAST_STEPS, VALIDATIONS = 10, 100, 4
-"""By default a trial has a tenth of the preset's steps, at least 100, and four validations."""
+"""By default a trial has a tenth of the preset's steps, but at least 100, and four validations."""
 
 NOT_SEARCHED = {
     "rule.name": "compare methods with --methods",
-    "model.vocab_size": "the loss of a token depends on the vocabulary",
+    "model.vocab_size": "the loss per token depends on the vocabulary",
     "model.context": "validation depends on it",
     "model.dispatch": "it does not change what is learned",
-    "train.batch_size": "trials have equally many tokens; sweep once for each --batch-size",
+    "train.batch_size": "all trials have the same number of tokens; sweep once for each --batch-size",
 }
-SHARED = "all trials have the same text and the same training loop; give it as a flag"
+SHARED = "all trials share the text and the training loop; give it as a flag"
 TRIALS = 24
 DESCRIPTION = (
-    "Search learning rates and other options for the least validation loss, each method by itself, with optuna.\n\n"
-    "The first trial has the present options, the next seven cover the space evenly (Sobol), later ones are near good "
-    "trials (TPE). From 0.4 of its steps on, a trial is stopped where its best loss so far is above the median of the "
-    "others at that step. The same command continues a sweep that was stopped, and makes more trials if --trials is "
-    "larger."
+    "Search learning rates and other options for the lowest validation loss, separately per method, with optuna.\n\n"
+    "The first trial has the current options, the next seven cover the space evenly (Sobol), and later trials are near "
+    "good ones (TPE). After 0.4 of its steps, a trial is stopped once its best loss so far is above the median of the "
+    "other trials at that step. Repeat the command to continue a stopped sweep, or with larger --trials to add trials."
 )
 OPTIONS = [
     Option(
         "methods",
         str,
         "expert_threshold",
-        "Methods to tune, each by itself, as A,B; paper and all as in et compare.",
+        "Methods to tune, each separately, as A,B; paper and all mean the same as in et compare.",
     ),
     Option(
         "space",
         str,
-        "learning rates over a factor of 64 around their values",
-        "An option to search, as optim.matrix-lr=LOW..HIGH, with :log for a logarithmic range, or rule.gate=A|B|C. May "
-        "be repeated. A rule's option is searched for the methods that have it.",
+        "learning rates within a factor of 8 of their values",
+        "Option to search, as optim.matrix-lr=LOW..HIGH, with :log for a logarithmic scale, or rule.gate=A|B|C. May be "
+        "repeated. An option of a rule is searched for the methods that have it.",
         many=True,
     ),
     Option(
         "trials",
         Annotated[int, Bounds(least=1, most=100_000)],
         TRIALS,
-        "Trials of each method, including those already made.",
+        "Trials per method, including existing ones.",
     ),
-    Option("minutes", Minutes | None, None, "Start no trial that would finish after this time."),
-    Option("seeds", Count, 1, "Runs of each trial, with seeds 1000, 1001, and so on; comparisons count from 0."),
-    Option("out", str, "runs/sweep-PRESET", "The folder to make, or the folder of the sweep to continue."),
+    Option("minutes", Minutes | None, None, "Time limit in minutes: start no trial that would exceed it."),
+    Option("seeds", Count, 1, "Runs per trial, with seeds 1000, 1001, and so on; seeds of comparisons start at 0."),
+    Option("out", str, "runs/sweep-PRESET", "Folder to create, or the folder of the sweep to continue."),
 ]
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Make the trials that are left, and print the best of each method."""
+    """Run the remaining trials, and print the best trial of each method."""
     given = parse_run("et sweep", DESCRIPTION, OPTIONS, arguments, without=decided())
     require_optuna()
     names = chosen_methods(given.pop("methods", "expert_threshold"), "--methods")
@@ -114,7 +113,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def short_runs(given: Given) -> dict[str, int]:
-    """Return the steps of a trial and between validations, unless flags or a file give them."""
+    """Return the steps of a trial and between validations, each unless a flag or a file gives it."""
     said = {*given, *(read_config_file(given["config"]) if "config" in given else ())}
     steps = resolve_run(given).train.steps
     added: dict[str, int] = {}
@@ -126,7 +125,7 @@ def short_runs(given: Given) -> dict[str, int]:
 
 
 def default_space(config: RunConfig) -> list[str]:
-    """Return the learning rates, each over a range around its present value."""
+    """Return entries that search each learning rate over a range around its current value."""
     return [
         f"{name}={value / FACTOR:.3g}..{value * FACTOR:.3g}:log"
         for name in RATES
@@ -136,7 +135,7 @@ def default_space(config: RunConfig) -> list[str]:
 
 
 def present_values(config: RunConfig, path: str) -> list[Any]:
-    """Return the value of an option in a run, followed by the number that a rate of `none` stands for."""
+    """Return the value of an option in a run; for a learning rate of `none`, also the number that it stands for."""
     options = by_path(config.to_dict())
     if path not in options:
         return []
@@ -145,7 +144,7 @@ def present_values(config: RunConfig, path: str) -> list[Any]:
 
 
 def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict[str, Dimension]:
-    """Return the space that the texts describe, by path. Raises ValueError for an entry that cannot be searched."""
+    """Return the dimensions that the texts describe, by path. Raises ValueError for one that cannot be searched."""
     paths = {short: path for path, short in SHORT.items()}
     known = {path for path in KINDS if path.startswith(("model.", "optim."))}
     known |= {option.name for option in options_of_any_rule()}
@@ -167,13 +166,13 @@ def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict
             raise ValueError(f"{flag_of(path)} {given[path]}: --space searches {path}; leave one of them out")
         rules = [method.rule for name in names if leaves_open(method := all_methods()[name], path)]
         if path.startswith("rule.") and not rules:
-            raise ValueError(f"--space {text}: {path} is no open option of {', '.join(names)}; leave it out")
+            raise ValueError(f"--space {text}: {path} is not an open option of {', '.join(names)}; leave it out")
         space[path] = read_entry(text, values, kinds(*rules[:1])[path])
     return space
 
 
 def read_entry(text: str, values: str, kind: Any) -> Dimension:
-    """Return the values of one option. Raises ValueError, which quotes the whole text, for none or a single one."""
+    """Return the values to search of one option. Raises ValueError, quoting the text, for fewer than two."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if ".." not in values:
@@ -186,9 +185,9 @@ def read_entry(text: str, values: str, kind: Any) -> Dimension:
     low, high = (_parsed(text, kind, bound) for bound in bounds.split("..", 1))
     plain = {plain for plain, _ in alternatives(kind)}
     if not (isinstance(low, int | float) and isinstance(high, int | float)) or bool in plain:
-        raise ValueError(f"--space {text}: a range has two numbers; write other values as A|B|C")
+        raise ValueError(f"--space {text}: a range needs two numbers; write other values as A|B|C")
     if scale not in ("", "log"):
-        raise ValueError(f"--space {text}: scale {scale!r} is unknown; write :log, or nothing for an even one")
+        raise ValueError(f"--space {text}: scale {scale!r} is unknown; write :log, or nothing for a linear scale")
     if not low < high:
         raise ValueError(f"--space {text}: nothing to search, since {low:g} is not below {high:g}")
     if scale == "log" and low <= 0:
@@ -206,9 +205,9 @@ def _parsed(text: str, kind: Any, value: str) -> Any:
 
 
 def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable:
-    """Return a method with the part of the space that has an effect on it. Raises ValueError if there is none.
+    """Return a method with the part of the space that affects it. Raises ValueError if no part does.
 
-    Also raises ValueError for an end of a range or a choice that the method refuses, other options as at present.
+    Also raises ValueError for a choice or an end of a range that the method rejects with its current options.
     """
     method = all_methods()[name]
     given = {path: value for path, value in given.items() if not path.startswith("rule.") or leaves_open(method, path)}
@@ -238,20 +237,20 @@ def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable
 
 
 def recommended(given: Given, name: str, steps: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return these values, the options given, and what else differs from the preset's run, for `et train --config`.
+    """Return these values, the given options, and all other differences from the preset's run, for `et train --config`.
 
-    steps: of a trial. The run's length is left out, and so is what a rule scales to it, so that both fit the run that
-    uses them.
+    steps: of a trial. The length of the run and options that a rule scales to it are left out, so that they fit the run
+    that uses the file.
     """
     method = all_methods()[name]
     start = {option: given[option] for option in ("preset",) if option in given} | {"rule.name": method.rule}
     length = ("train.steps", "tokens", "train.eval_every")
     kept = {**{path: value for path, value in given.items() if path not in length}, **values}
-    # Both runs have the preset's length, or the trial's if that is longer, in which the trial's warmups fit.
+    # Both runs have the preset's length, or the trial's if that is longer, so that the trial's warmups fit.
     longest = {"train.steps": max(steps, resolve_run(start).train.steps)}
     plain = by_path(resolve_run(start | longest).to_dict())
     tuned = by_path(configure(kept | longest, [name])[name].to_dict())
-    # What was chosen stays although it equals the preset's value, since at another length the preset may differ.
+    # Chosen options stay even if they equal the preset's value, which may differ for a run of another length.
     chosen = {*kept, *(read_config_file(given["config"]) if "config" in given else ()), "rule.name"}
     chosen |= {f"rule.{option}" for option in method.options}
     scaled = set() if method.rule == DENSE else RULES[method.rule].scaled(longest["train.steps"], {}).keys()
@@ -267,7 +266,7 @@ def recommended(given: Given, name: str, steps: int, values: Mapping[str, Any]) 
 
 
 def introduce(console: Console, sweep: Sweep) -> None:
-    """Print what the sweep will do, and how long it may take."""
+    """Print what the sweep will do and how long it may take."""
     first = next(iter(sweep.methods.values())).config
     cost, left = costs(first), len(sweep.left())
     for name, method in sweep.methods.items():
@@ -279,15 +278,15 @@ def introduce(console: Console, sweep: Sweep) -> None:
     )
     if left:
         seconds = sweep.estimate()
-        text += f", at most {clock(seconds * left)} at {clock(seconds)} a trial, less what is pruned"
+        text += f", up to {clock(seconds * left)} at {clock(seconds)} a trial, less if trials are pruned"
         if sweep.minutes is not None:
-            text += f"; starts none that would finish after {sweep.minutes:g} minutes"
+            text += f"; no trial starts that would exceed {sweep.minutes:g} minutes"
     say(console, text)
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """Return the best options of each method."""
-    shown = Table("method", "trials", "loss", "present", "option", "best", box=box.SIMPLE_HEAD)
+    """Return a table of the best options of each method."""
+    shown = Table("method", "trials", "loss", "current", "option", "best", box=box.SIMPLE_HEAD)
     for column in shown.columns[1:4]:
         column.justify = "right"
     for name, study in result["studies"].items():
@@ -300,7 +299,7 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def conclude(sweep: Sweep, given: Given) -> str:
-    """Write the results, those of a finished sweep again, and the page, and return lines that say where they are."""
+    """Write the results, even if the sweep was already finished, and the page; return lines that say where they are."""
     folder = sweep.folder
     sweep.write()
     best = next((name for name in sweep.methods if (folder / name / "best.json").is_file()), None)
@@ -310,7 +309,7 @@ def conclude(sweep: Sweep, given: Given) -> str:
     except ValueError as missing:
         where = f"results in {folder}, but no page: {missing}"
     if best is None:
-        return f"{where}\nno trial has finished; search smaller learning rates"
+        return f"{where}\nno trial has finished; try smaller learning rates"
     preset, steps = given.get("preset", DEFAULT_PRESET), sweep.methods[best].config.train.steps
     longer = f" --steps {steps}" if steps > resolve_run({"preset": preset}).train.steps else ""
     path = shlex.quote(str(folder / best / "best.json"))

@@ -40,40 +40,40 @@ from .options import Option, flag_of
 from .run_options import parse_run, preset_of, resolve_run, with_paths
 
 OPTIONS = [
-    Option("out", str, "runs/PRESET-RULE", "Run folder to make; it must not exist."),
+    Option("out", str, "runs/PRESET-RULE", "Run folder to create; it must not exist."),
     Option(
         "resume",
         str,
         None,
-        "Run to resume, with its options, on any number of ranks. More --steps, --tokens or --minutes than it has "
-        "extend it. --data names its text if that has moved.",
+        "Run to resume with its own options, on any number of ranks. Larger --steps, --tokens or --minutes extend the "
+        "run. --data names its text if that has moved.",
     ),
     Option(
         "init_from",
         str,
         None,
-        "Run whose model, weights and tokenizer to start with, or hub:OWNER/NAME, an export on the Hugging Face hub. "
-        "Cutoffs or biases are kept; warmup and decay fit the new run.",
+        "Run whose model, weights and tokenizer to start from, or hub:OWNER/NAME, an export on the Hugging Face hub. "
+        "Cutoffs or biases are kept; warmup and decay are scaled to the new run.",
     ),
-    Option("nproc", Count | None, None, "Processes on this machine, one per GPU."),
+    Option("nproc", Count | None, None, "Processes to start on this machine, one per GPU."),
     Option(
         "minutes",
         Minutes | None,
         None,
-        "Time to train instead of --steps. It includes validation, samples and checkpoints, but not reading the text "
-        "or CORE.",
+        "Minutes to train for, in place of --steps. This includes validation, samples and checkpoints, but not reading "
+        "the text or CORE.",
     ),
 ]
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Train as the arguments say, as one rank if a launcher has started several."""
+    """Train as the arguments say, or as one rank if a launcher has started several."""
     rendezvous = Rendezvous.from_env()
     if rendezvous is None:
         _run(arguments, None, [])
         return
     folders: list[RunFolder] = []
-    # The launcher terminates all ranks as soon as one exits; they first agree on what to report.
+    # The launcher terminates all ranks as soon as one exits, so they first agree on what to report.
     handle(signal.default_int_handler)
     code = 0
     try:
@@ -82,7 +82,7 @@ def run(arguments: Sequence[str]) -> None:
         raise
     except BaseException as error:
         handle(signal.SIG_IGN)
-        remedy = f"to go on: {et()} train --resume {shlex.quote(str(folders[0].path))}" if folders else "start it again"
+        remedy = f"continue: {et()} train --resume {shlex.quote(str(folders[0].path))}" if folders else "start it again"
         code = rendezvous.report_failure(
             _failure(error), remedy, lambda text: print(f"et train: {text}", file=sys.stderr, flush=True)
         )
@@ -91,7 +91,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _failure(error: BaseException) -> Failure:
-    """Return why this rank exits; not its own failure if it lost another rank or was asked to stop."""
+    """Return why this rank exits. The failure is not its own if another rank was lost or a signal stopped it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, KeyboardInterrupt | LostSaveError):
         return Failure(INTERRUPTED, 1, is_own=False)
@@ -110,12 +110,12 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
     if "init_from" in given:
         given["init_from"] = from_main(rendezvous, lambda: run_folder(given["init_from"]))
     processes = given.pop("nproc", None)
-    if processes not in (None, 1) and rendezvous is None:  # this process is not a launched rank itself
+    if processes not in (None, 1) and rendezvous is None:  # this process is not itself a launched rank
         _launch(arguments, given, processes)
         return
     keep_freed_memory()
     if rendezvous is not None:
-        facts = {name: value for name, value in given.items() if name != "data.source"}  # its content is compared later
+        facts = {name: value for name, value in given.items() if name != "data.source"}  # the text is compared later
         rendezvous.require_equal({"version": __version__, "torch": torch.__version__} | facts, SAME_COMMAND)
     is_main = rendezvous is None or rendezvous.rank == 0
     console = RunConsole(quiet=not is_main)
@@ -129,7 +129,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
         if "train.threads" not in given and (note := _other_threads(config)) is not None:
             console.print(note, highlight=False, soft_wrap=True)
-        minutes = given.get("minutes") if "resume" in given else None  # a run that is started again has its own
+        minutes = given.get("minutes") if "resume" in given else None  # a restarted run keeps its own
         result = train_run(folder, config, console, resume=True, minutes=minutes, rendezvous=rendezvous)
     else:
         config = resolve_run(given)
@@ -159,7 +159,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
 
 
 def _is_restarted(out: str, rendezvous: Rendezvous | None) -> bool:
-    """Return True if the launcher restarted the ranks after a failure and the run had started, so that it resumes."""
+    """Return True if the launcher restarted the ranks after a failure, and the run had started and so can resume."""
     return rendezvous is not None and rendezvous.is_marked(_made(out)) and Path(out, "config.json").is_file()
 
 
@@ -173,7 +173,7 @@ def _default_out(given: dict[str, Any]) -> str:
 
 
 def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> None:
-    """Run the same command in several processes; first raises ValueError for options that they would reject."""
+    """Run the same command in several processes. Raises ValueError first for options that they would reject."""
     config = _resumed(RunFolder.open(given["resume"]), given, processes) if "resume" in given else resolve_run(given)
     mesh_sizes(processes, config.train.expert_parallel)
     require_trainable(config.model, config.train, processes)
@@ -194,7 +194,7 @@ def _config_of(folder: RunFolder) -> RunConfig:
 
 
 def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
-    """Return the run's own configuration with the options given that may change. Raises ValueError naming any other.
+    """Return the run's configuration with the given options that may change. Raises ValueError for any other option.
 
     Experts are split as before, or as far as the number of ranks allows, unless --train.expert-parallel is given.
     """
@@ -204,7 +204,7 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
             flag = flag_of(path)
             typed = {True: flag, False: f"--no-{flag[2:]}"}[value] if isinstance(value, bool) else f"{flag} {value}"
             raise ValueError(
-                f"{f'PRESET {value}' if path == 'preset' else typed} is decided by the run that --resume continues; "
+                f"{f'PRESET {value}' if path == 'preset' else typed} is fixed by the run that --resume continues; "
                 f"leave it out, or start another run with --init-from {folder.path}"
             )
     config = _config_of(folder)
@@ -212,23 +212,23 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
         per_step = config.train.batch_size * config.train.accumulation * config.model.context
         changes["train.steps"] = max(1, changes["tokens"] // per_step)
     changes.setdefault("train.expert_parallel", math.gcd(config.train.expert_parallel, ranks))
-    # The text may lie elsewhere, as shards or as their tokens; its hash must be the same.
+    # The text may have moved, as shards or as their tokens, but its hash must be the same.
     moved = {"source": given["data.source"], "train_shards": None} if "data.source" in given else {}
     train = replace(config.train, **in_section(changes, "train"))
     return replace(config, data=replace(config.data, **moved), train=train)
 
 
 def _other_threads(config: RunConfig) -> str | None:
-    """Return a line if a resumed run keeps a number of threads that is not this process's own; None if not."""
+    """Return a note if a resumed run keeps a number of threads other than this process's; else None."""
     usual = torch.get_num_threads()
     if config.train.threads in (None, usual) or pick_device(config.train.device).type != "cpu":
         return None
     threads = counted(config.train.threads, "thread")
-    return f"note: {threads}, as before, for equal rounding; --threads {usual} uses {usual}"
+    return f"note: {threads}, as before, so that rounding is the same; --threads {usual} uses {usual}"
 
 
 def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:
-    """Return lines about the model and the training ahead. Raises ValueError if the device is absent."""
+    """Return lines about the model and the training to come. Raises ValueError if the device is absent."""
     ranks = "" if rendezvous is None else f", {counted(rendezvous.world_size, 'rank')}"
     cost = costs(config)
     rule = config.model.rule
@@ -249,14 +249,14 @@ def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:
         pool = window(config, local).pool
         if pool != cost["pool"]:
             lines.append(
-                f"note: {cost['rule']} looks at {pool:,} tokens of each rank, where one process has {cost['pool']:,}; "
+                f"note: {cost['rule']} looks at {pool:,} tokens on each rank, not {cost['pool']:,} as on one process; "
                 f"an --accumulation that {rendezvous.world_size} divides keeps its micro-batches whole"
             )
     return "\n".join(lines)
 
 
 def conclude(folder: RunFolder, result: TrainResult) -> str:
-    """Return the results, their folder and what to type next."""
+    """Return lines with the results, their folder, and what to type next."""
     lines = []
     samples = sorted(folder.samples.glob("step_*.txt"))
     if samples:
@@ -268,8 +268,8 @@ def conclude(folder: RunFolder, result: TrainResult) -> str:
     return "\n".join(
         [
             *lines,
-            f"{result.step:,} steps in {clock(result.elapsed)}, {clock(result.seconds)} without validation, samples "
-            f"and checkpoints; results in {folder.path}",
+            f"{result.step:,} steps in {clock(result.elapsed)}, {clock(result.seconds)} of it without validation, "
+            f"samples and checkpoints; results in {folder.path}",
             *([f"report: {folder.report}"] if folder.report.exists() else []),
             f"next: {et()} generate {path}{prompt}",
             f"explorer: {et()} serve {path}",

@@ -1,4 +1,4 @@
-"""Sweeps: optuna searches the options of each method for the least validation loss; a folder holds all trials."""
+"""Sweeps: optuna searches each method's options for the lowest validation loss; one folder holds all trials."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ if TYPE_CHECKING:
 
 SWEEP = Kind("sweep", "sweep.json")
 STUDIES = "studies.jsonl"
-"""The name of optuna's journal in the folder: a line of JSON for each event."""
+"""The name of optuna's journal in the folder, which has a line of JSON for each event."""
 SEED = 1000
-"""The seed of the sampler and the first seed of each trial's runs; comparisons count theirs from 0."""
+"""The seed of the sampler, and the first seed of each trial's runs; seeds of comparisons start at 0."""
 SPREAD = 8
-"""The number of trials that cover the space evenly before later ones are drawn near good ones."""
+"""The number of first trials, which cover the space evenly; later trials are drawn near good ones."""
 UNPRUNED, FIRST = 5, 0.4
-"""The number of finished trials before any is pruned, and the share of the steps that every trial makes. A high
-learning rate is behind in the middle and gains as it decays: rules that halve the field early would drop it."""
+"""The number of trials that must finish before any is pruned, and the share of its steps that every trial runs. A high
+learning rate lags in the middle of a run and gains as it decays; rules that halve the field early would drop it."""
 Options = Mapping[str, Any]
 
 
 class Dimension(NamedTuple):
-    """What is searched of an option. text: as typed. distribution: optuna's, of numbers or of the texts of choices.
+    """The values to search of one option. text: as typed. distribution: optuna's, over numbers or texts of choices.
 
-    values: of choices, by their texts.
+    values: the values of choices by their texts.
     """
 
     text: str
@@ -77,14 +77,14 @@ class Dimension(NamedTuple):
         return tuple(self.values.values()) or (self.distribution.low, self.distribution.high)
 
     def drawn(self, value: Any) -> Any:
-        """Return what is drawn for the value; None if it is outside."""
+        """Return what optuna draws for this value; None if it is outside the space."""
         if self.values:
             return next((text for text, known in self.values.items() if known == value), None)
         low, high = self.ends
         return value if isinstance(value, int | float) and low <= value <= high else None
 
     def at(self, share: float) -> Any:
-        """Return what has this share, below 1, of the choices before it, or of the range below it."""
+        """Return the choice or number that has this share (below 1) of the choices or of the range below it."""
         if self.values:
             return list(self.values)[int(share * len(self.values))]
         low, high = self.ends
@@ -96,7 +96,7 @@ Space = Mapping[str, Dimension]
 
 
 def spread(space: Space, number: int) -> dict[str, Any]:
-    """Return what is drawn for each option at point `number`, from 0, of a scrambled Sobol sequence over the space."""
+    """Return what is drawn for each option at point `number` (from 0) of a scrambled Sobol sequence over the space."""
     shares = SobolEngine(len(space), scramble=True, seed=SEED).fast_forward(number).draw(1, dtype=torch.float64)[0]
     return {name: entry.at(share) for (name, entry), share in zip(space.items(), shares.tolist(), strict=True)}
 
@@ -104,10 +104,10 @@ def spread(space: Space, number: int) -> dict[str, Any]:
 class Trial(NamedTuple):
     """One choice of options and its outcome.
 
-    state: finished, pruned (its best loss so far was above the median of the others), diverged, or refused (options
-    that contradict each other, or need more memory than there is). options: values by name, texts for choices. loss:
-    nats per token at the end, the mean over seeds; None unless finished. curve: step and validation loss, of the first
-    seed; empty if the loss is an earlier trial's with the same options. present: the preset's own options.
+    state: finished, pruned (its best loss so far was above the median of the others), diverged, or refused (its options
+    contradict each other or need too much memory). options: values by name; texts for choices. loss: final loss in nats
+    per token, the mean over seeds; None unless finished. curve: (step, validation loss) of the first seed; empty if the
+    loss was copied from an earlier trial with the same options. present: True for the options before the search.
     """
 
     trial: int  # from 1
@@ -121,14 +121,14 @@ class Trial(NamedTuple):
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """Return the finished trial with the least loss, the first of equals; None if none has finished."""
+    """Return the finished trial with the lowest loss, the first if several tie; None if no trial has finished."""
     return min((trial for trial in trials if trial.loss is not None), key=lambda trial: trial.loss or 0.0, default=None)
 
 
 class Tunable(NamedTuple):
-    """A method to tune. config: its run with the present options. present: what is drawn for those in the space.
+    """A method to tune. config: its run with the current options. present: what is drawn for those in the space.
 
-    configure: returns the run with other values. Raises ValueError for values that contradict each other.
+    configure: returns the run with other values, or raises ValueError for values that contradict each other.
     """
 
     config: RunConfig
@@ -139,7 +139,7 @@ class Tunable(NamedTuple):
 
 
 def require_optuna() -> None:
-    """Raise ValueError with the remedy if optuna is missing; silence its reports of every trial."""
+    """Raise ValueError with the remedy if optuna is missing; silence its messages about each trial."""
     try:
         import optuna
     except ImportError:
@@ -156,8 +156,8 @@ class Sweep:
     FOLDER/METHOD/trial_001/seed_1000 a run folder without checkpoints
     FOLDER/studies.jsonl              optuna's journal
 
-    trials: of each method. seeds: runs of each trial. minutes: of this session; None is no limit. start: what the
-    options start from.
+    trials: number per method. seeds: runs per trial. minutes: time limit of this session; None means no limit. start:
+    what the options start from.
     """
 
     folder: Path
@@ -168,18 +168,18 @@ class Sweep:
     seeds: int
     minutes: float | None
     _studies: dict[str, Study] = field(default_factory=dict)
-    _earlier: dict[str, Any] = field(default_factory=dict)  # results of methods that are left out this time
+    _earlier: dict[str, Any] = field(default_factory=dict)  # results of methods that are not tuned this time
     _known: KnownText | None = None
     _text: Text | None = None
 
     def __post_init__(self) -> None:
         self._rules = {name: rule_to_dict(method.config.model.rule) for name, method in self.methods.items()}
-        self._config = next(iter(self.methods.values())).config  # what the runs share, but for the rule and the space
+        self._config = next(iter(self.methods.values())).config  # what all runs share except the rule and the space
 
     def begin(self, console: Console) -> None:
-        """Open the studies. A new sweep first reads its text, so that nothing is written if that is impossible.
+        """Open the studies. A new sweep reads its text first, so that nothing is written if that fails.
 
-        Raises ValueError naming an option that differs from those with which the sweep was started.
+        Raises ValueError naming an option that differs from what the sweep was started with.
         """
         path = self.folder / SWEEP.file
         if path.exists():
@@ -192,7 +192,7 @@ class Sweep:
         self._studies = {name: self._study(name, storage) for name in self.methods}
 
     def _continue(self, path: Path) -> None:
-        """Take the text and the results so far from the record, and require its options."""
+        """Read the text and the results so far from sweep.json, and require the same options."""
         with corrupted_file_error(path, OTHER_FOLDER):
             record = read_json(path)
             self._known, self._earlier = KnownText(**record["text"]), record["studies"]
@@ -204,16 +204,16 @@ class Sweep:
             require_same(self._rules[name], rules[name], self.folder)
         self._rules = rules | self._rules
         if made and not (self.folder / STUDIES).exists():
-            raise ValueError(f"{self.folder / STUDIES}: is missing, with {made} trials; {OTHER_FOLDER}")
+            raise ValueError(f"{self.folder / STUDIES}: missing, with its {made} trials; {OTHER_FOLDER}")
 
     def _options(self) -> dict[str, Any]:
-        """Return what the trials share, but for the rule, by name or path."""
+        """Return what all trials share except the rule, by name or path."""
         paths = options_by_path(self._config.to_dict()).items()
         shared = {path: value for path, value in paths if not path.startswith("rule.")}
         return {**self.start, "space": self.space, "seeds": self.seeds, **shared}
 
     def _study(self, method: str, storage: JournalStorage) -> Study:
-        """Return the method's study; a trial that a killed process left, begun or not, is not counted."""
+        """Return the method's study. Trials that a killed process left behind, started or not, do not count."""
         import optuna
 
         steps = self.methods[method].config.train.steps
@@ -226,7 +226,7 @@ class Sweep:
         return study
 
     def results(self, method: str) -> list[Trial]:
-        """Return the trials so far, in order; those that were stopped do not count."""
+        """Return the trials so far, in order, without interrupted ones."""
         from optuna.trial import TrialState
 
         found = self._studies[method].get_trials(deepcopy=False, states=[TrialState.COMPLETE, TrialState.PRUNED])
@@ -245,24 +245,24 @@ class Sweep:
         ]
 
     def left(self) -> list[tuple[str, int]]:
-        """Return method and number of each trial to come: one of each method before the next of any."""
+        """Return the method and the number of each remaining trial: the methods take turns."""
         made = {method: len(self.results(method)) for method in self.methods}
         return [(method, n) for n in range(1, self.trials + 1) for method in self.methods if n > made[method]]
 
     def estimate(self) -> float:
-        """Return the seconds of one trial that is not pruned, by the speed of the first method with experts."""
+        """Estimate the seconds of a trial that is not pruned, from the speed of the first method with experts."""
         config = max((m.config for m in self.methods.values()), key=lambda config: config.model.rule is not None)
         an_hour = tokens_within(3600, config.model, config.optim, config.train)
         return float(3600 * costs(config)["tokens"] / an_hour * self.seeds)
 
     def run(self, console: Console) -> None:
-        """Make the trials that are left. Raises KeyboardInterrupt after a signal; the trial in progress is lost."""
+        """Run the remaining trials. Raises KeyboardInterrupt after a signal; the trial in progress is lost."""
         start, seconds = time.monotonic(), list[float]()
         plan = self.left()
         for place, (method, number) in enumerate(plan):
             gone = time.monotonic() - start
             if self.minutes is not None and seconds and gone + fmean(seconds) > 60 * self.minutes:
-                say(console, f"{self.minutes:g} minutes do not suffice for {counted(len(plan) - place, 'more trial')}")
+                say(console, f"{self.minutes:g} minutes are too short for {counted(len(plan) - place, 'more trial')}")
                 return
             self._read_text(console)
             before = time.monotonic()
@@ -288,15 +288,15 @@ class Sweep:
         say(console, f"{name}  {outcome}{best_text}  {options}  {clock(trial.seconds)}, {clock(left)} left")
 
     def _make(self, method: str, number: int, shown: Status | None) -> None:
-        """Make one trial and tell its study; if it is stopped, it does not count.
+        """Run one trial and report it to its study; an interrupted trial does not count.
 
-        A trial with the options of an earlier one takes its loss, since a run repeats exactly.
+        A trial with the same options as an earlier one copies its loss, since runs are exactly reproducible.
         """
         import optuna
         from optuna.trial import TrialState
 
         study, (_, space, present, configure, _) = self._studies[method], self.methods[method]
-        # Each trial has its own sampler, so that a continued study draws what an uninterrupted one does.
+        # Each trial has its own sampler, so that a continued study draws the same as an uninterrupted one.
         study.sampler = optuna.samplers.TPESampler(seed=SEED + number, n_startup_trials=SPREAD, constant_liar=False)
         has_present = len(present) == len(space)
         is_present = has_present and number == 1
@@ -342,9 +342,9 @@ class Sweep:
         import optuna
 
         path = self._trial_path(method, number) / f"seed_{SEED + seed}"
-        shutil.rmtree(path, ignore_errors=True)  # left by a trial that was stopped
+        shutil.rmtree(path, ignore_errors=True)  # left by an interrupted trial
         steps = config.train.steps
-        # Save only what `train` writes at the end; that is deleted afterwards, too.
+        # Save only what `train` writes at the end, which is deleted afterwards too.
         every: dict[str, Any] = {
             "dtype": self._config.train.dtype,
             "checkpoint_every": None,
@@ -385,7 +385,7 @@ class Sweep:
         return self.folder / method / f"trial_{number:03d}"
 
     def write(self) -> None:
-        """Write sweep.json, and best.json of each method with a finished trial."""
+        """Write sweep.json, and best.json for each method with a finished trial."""
         replace_json(self.folder / SWEEP.file, self.result())
         for name, method in self.methods.items():
             best = best_of(self.results(name))
@@ -424,7 +424,7 @@ class Sweep:
 
 
 def open_journal(path: Path) -> JournalStorage:
-    """Return optuna's storage in a file; a line that a killed process left unfinished is cut off.
+    """Return optuna's storage in a file, from which an unfinished last line of a killed process is removed.
 
     Raises ValueError if the file is damaged.
     """

@@ -1,4 +1,4 @@
-"""The page of a sweep: the best options of each method, its trials, and the loss over each option."""
+"""The page of a sweep: each method's best options and trials, and the loss over each option."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ..files import replace_file
 
 STATES = ("finished", "pruned", "diverged", "refused")
 HEAD = 0.6
-"""The share of the losses, from the best up, that a figure has room for; those of failures would flatten it."""
+"""The share of the losses, from the best up, that sets the scale of a figure; failed trials would flatten it."""
 ROOM = 0.02
-"""The least range of losses, in nats per token, that a figure shows."""
+"""The minimum range of losses, in nats per token, that a figure shows."""
 
 
 def write_page(path: Path, result: Mapping[str, Any]) -> None:
-    """Write the page of the content of sweep.json. Raises ValueError with the remedy if matplotlib is missing."""
+    """Write the page for the contents of sweep.json. Raises ValueError with the remedy if matplotlib is missing."""
     options, studies = result["options"], result["studies"]
     figures = {
         "Loss over each option": (
-            "Each dot is a finished trial, the larger one the best; a triangle is one with a higher loss.",
+            "Each dot is a finished trial, and the large dot is the best. Triangles are losses beyond the upper edge.",
             draw_options,
         ),
-        "Curves": ("Validation during each trial; of many trials, the lowest are named.", draw_curves),
+        "Curves": ("Validation loss during each trial. Of many trials, only the lowest are named.", draw_curves),
     }
     tokens = options["train.batch_size"] * options["train.accumulation"] * options["model.context"]
     sizes = [f"{options[f'model.{name}']:,}" for name in ("layers", "d_model", "vocab_size")]
@@ -44,7 +44,7 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
     }
     body = [
         f"<header><h1>{escape(title)}</h1>\n{facts(entries.items())}</header>",
-        section("Best options", table(*best_options(studies), "Best options"), text("Nats per token of validation.")),
+        section("Best options", table(*best_options(studies), "Best options"), text("Nats per token, in validation.")),
         *(
             exhibits(name, [exhibit(title, why, partial(draw, study)) for title, (why, draw) in figures.items()])
             for name, study in studies.items()
@@ -56,7 +56,7 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def best_options(studies: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the head and a row for each method: trials, losses, and the best value of each option."""
+    """Return the head of the table and a row for each method: trials, losses, and the best value of each option."""
     options = list(dict.fromkeys(option for study in studies.values() for option in study["options"]))
     rows = []
     for name, study in studies.items():
@@ -65,7 +65,7 @@ def best_options(studies: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
         best = study["best"] or {"loss": None, "options": {}}
         values = [show_value(best["options"].get(option, "–")) for option in options]
         rows.append([name, made, fixed(best["loss"], 4), fixed(study["present"], 4), *values])
-    return ["method", "trials", "best loss", "loss at present", *options], rows
+    return ["method", "trials", "best loss", "current loss", *options], rows
 
 
 def trials(name: str, study: Mapping[str, Any]) -> str:
@@ -87,7 +87,7 @@ def trials(name: str, study: Mapping[str, Any]) -> str:
 
 
 def show_value(value: Any) -> str:
-    """Return an option's value for people: three significant digits."""
+    """Return an option's value for display, with three significant digits."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -98,7 +98,7 @@ def draw_curves(study: Mapping[str, Any]) -> Figure:
 
 
 def draw_options(study: Mapping[str, Any]) -> Figure:
-    """Draw the loss over each option: dots are trials."""
+    """Draw the loss over each option, with a dot for each trial."""
     options = study["options"]
     trials, best = _finished(study), study["best"]
     losses = [trial["loss"] for trial in trials]
@@ -125,14 +125,14 @@ def _finished(study: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _draw_losses(axes: Axes, places: Sequence[float], losses: Sequence[float]) -> None:
-    """Draw a dot for each loss, or a triangle at the upper edge for a loss beyond it."""
+    """Draw a dot for each loss, or a triangle at the upper edge if the loss is beyond it."""
     top = _top(losses)
     for place, loss in zip(places, losses, strict=True):
         axes.plot([place], [min(loss, top)], marker="^" if loss > top else "o", color=MUTED, clip_on=False)
 
 
 def _choices(axes: Axes, space: str) -> dict[str, int]:
-    """Label the axis with the choices, numbers in their order, and return the place of each."""
+    """Label the axis with the choices, numbers in ascending order, and return the position of each choice."""
     texts = space.split("|")
     with suppress(ValueError):
         texts = sorted(texts, key=float)
@@ -142,12 +142,12 @@ def _choices(axes: Axes, space: str) -> dict[str, int]:
 
 
 def _top(losses: Sequence[float]) -> float:
-    """Return twice as far above the best loss as the better HEAD of them lie."""
+    """Return the upper edge: twice as far above the best loss as the best HEAD of the losses reach."""
     best = min(losses)
     return best + max(2 * (sorted(losses)[min(int(HEAD * len(losses)), len(losses) - 1)] - best), ROOM)
 
 
 def _limit(axes: Axes, losses: Sequence[float]) -> None:
-    """Show the losses from the best to `_top`."""
+    """Set the limits of the y axis to show losses from the best to `_top`."""
     bottom, top = min(losses), _top(losses)
     axes.set_ylim(bottom - 0.08 * (top - bottom), top)

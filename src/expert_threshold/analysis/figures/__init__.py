@@ -1,7 +1,7 @@
-"""Figures: one file for each group, which has the numbers, the drawing and the sentence of each figure.
+"""Figures: one file per group, with the data, the drawing and the sentence of each figure.
 
 A figure of `et analyze` is a `Study` in the list `FIGURES` of its file. The figures of a single run's report are in
-`training.py`. Only drawing needs matplotlib, importing does not.
+`training.py`. Only drawing needs matplotlib; importing does not.
 """
 
 from __future__ import annotations

@@ -19,18 +19,18 @@ from .study import Study, of_each_method
 from .style import INK, ONE_LAYER, WIDE, Axes, Figure
 
 BINS = 20
-"""Bins of losses, with equally many tokens in each."""
+"""The number of bins of losses, each with the same number of tokens."""
 SINGLE = 16
-"""Positions with a bin each; later ones share bins that widen by a quarter."""
+"""The number of first positions with a bin of their own; each later bin is a quarter wider than the last."""
 FEWEST = 1 / 1000
-"""The smallest share of the tokens for which a mean is shown."""
+"""The minimum share of the tokens for which a mean is shown."""
 
 MEAN: dict[str, Any] = {"color": INK, "linewidth": 1.8, "marker": "o", "markersize": 2}
 FANOUT = "routed experts per token"
 
 
 def where_fanout_varies(compute: Callable[[Trace], Data]) -> Callable[[Material], Data]:
-    """Make the `compute` of a figure from a function of a trace, for methods in which fanout differs between tokens."""
+    """Turn a function of a trace into the `compute` of a figure, for methods whose fanout varies between tokens."""
 
     @of_each_method
     @wraps(compute)
@@ -44,7 +44,7 @@ def where_fanout_varies(compute: Callable[[Trace], Data]) -> Callable[[Material]
 
 @where_fanout_varies
 def fanout_by_position(trace: Trace) -> Data:
-    """Compute mean fanout by position in the window, per layer and over all layers."""
+    """Compute mean fanout by position in the window, for each layer and over all layers."""
     edges = _position_edges(trace.context)
     place = np.searchsorted(edges, trace.positions, side="right") - 1
     layers = {layer: _means(place, trace.fanout(layer), len(edges) - 1) for layer in trace.layers}
@@ -53,7 +53,7 @@ def fanout_by_position(trace: Trace) -> Data:
 
 
 def draw_fanout_by_position(data: Data) -> Figure:
-    """Draw mean fanout over the position in the window, logarithmic."""
+    """Draw mean fanout over the position in the window, on a logarithmic axis."""
     figure, axes = _by_layer(data, "position in the window", FANOUT, shift=1)
     last = array(data["methods"][0]["x"])[-1]
     ticks = [4**power for power in range(9) if 4**power <= last + 1]
@@ -70,12 +70,12 @@ def say_fanout_by_position(data: Data) -> str:
         return float(np.nanmean(mean[x >= x[-1] / 2]))
 
     means = each(data, lambda entry: f"{entry['mean'][0]:.1f} and {late_mean(entry):.2f}")
-    return f"A window's first token and the tokens of its second half have mean fanouts over layers of {means}."
+    return f"The first token of a window and the tokens of its second half have mean fanouts over layers of {means}."
 
 
 @where_fanout_varies
 def fanout_by_loss(trace: Trace) -> Data:
-    """Compute mean fanout by the loss on the next token, in bins of equally many tokens, per layer and overall."""
+    """Compute mean fanout by the loss on the next token, in bins of equal size, for each layer and over all layers."""
     known = np.isfinite(trace.losses)
     losses = trace.losses[known]
     parts = np.array_split(np.argsort(losses, kind="stable"), min(BINS, len(losses)))
@@ -103,7 +103,7 @@ def say_fanout_by_loss(data: Data) -> str:
 
 @where_fanout_varies
 def loss_by_fanout(trace: Trace) -> Data:
-    """Compute mean loss by fanout, per layer and over all layers; missing for fewer than `FEWEST` of the tokens."""
+    """Compute mean loss by fanout, for each layer and over all layers; NaN for a share of tokens below `FEWEST`."""
     known = np.isfinite(trace.losses)
     losses = trace.losses[known]
     fanouts = {layer: trace.fanout(layer)[known] for layer in trace.layers}
@@ -134,9 +134,9 @@ def say_loss_by_fanout(data: Data) -> str:
 
 
 def _by_layer(data: Data, x: str, y: str, shift: float = 0) -> tuple[Figure, Axes]:
-    """Draw a panel for each method: layers dashed, their mean solid. Return one of the axes, which all panels share.
+    """Draw a panel for each method: layers dashed, their mean solid. Return the figure and its shared axes.
 
-    shift: added to x, for a logarithmic axis.
+    shift: added to x for a logarithmic axis.
     """
     several = any(len(entry["layers"]) > 1 for entry in data["methods"])
     key = {"one layer": ONE_LAYER, "mean of layers": MEAN} if several else {}
@@ -150,7 +150,7 @@ def _by_layer(data: Data, x: str, y: str, shift: float = 0) -> tuple[Figure, Axe
 
 
 def _position_edges(context: int) -> np.ndarray:
-    """Return the edges of the bins of positions."""
+    """Return the edges of bins of positions."""
     edges = list(range(min(SINGLE, context) + 1))
     while edges[-1] < context:
         edges.append(min(max(edges[-1] + 1, round(1.25 * edges[-1])), context))
@@ -158,7 +158,7 @@ def _position_edges(context: int) -> np.ndarray:
 
 
 def _means(place: np.ndarray, values: np.ndarray, count: int, fewest: int = 1) -> np.ndarray:
-    """Return the mean of the values at each place, (count,); NaN for fewer than `fewest` values."""
+    """Return the mean of the values in each bin, (count,); NaN for bins with fewer than `fewest` values."""
     numbers = np.bincount(place, minlength=count)
     totals = np.bincount(place, weights=values, minlength=count)
     return np.where(numbers >= fewest, totals / np.maximum(numbers, 1), np.nan)

@@ -1,4 +1,4 @@
-"""Panels, legends, axes and colour scales on matplotlib, whose constrained layout makes room for every text.
+"""Panels, legends, axes and colour scales for matplotlib, whose constrained layout makes room for all text.
 
 Lengths are in inches.
 """
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.lines import Line2D
 
-PANEL, GAP = 1.6, 0.25  # the least width of a panel, and the space between two
+PANEL, GAP = 1.6, 0.25  # the minimum width of a panel, and the space between panels
 CHARACTER, LINE = 0.078, 0.16  # the size of text
-BESIDE = 0.4  # the largest share of a figure's width for names beside the axes
-LONGEST, ALL = 240, 24_000  # points per line or columns per heatmap, and points in all; more are indistinguishable
+BESIDE = 0.4  # the maximum share of a figure's width for names next to the axes
+LONGEST, ALL = 240, 24_000  # points per line or columns per heatmap, and points in total; more would not be visible
 HEAT, ORANGE, GREY = (0.12, 0.44, 0.76), (0.87, 0.43, 0.08), (0.5, 0.5, 0.5)
 
 Strokes = Mapping[str, Mapping[str, Any]]
-"""Name -> matplotlib's options of a line or marker."""
+"""matplotlib's options of a line or marker, by name."""
 
 
 def smooth(points: Points) -> Points:
-    """Return moving means over a twentieth of the points, fewer at the ends; missing numbers are omitted."""
+    """Return moving means over a twentieth of the points, or fewer near the ends; missing numbers are omitted."""
     numbers = finite(points)
     reach = len(numbers) // 40
     windows = (numbers[max(i - reach, 0) : i + reach + 1] for i in range(len(numbers)))
@@ -39,14 +39,14 @@ def smooth(points: Points) -> Points:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, lines: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Select records evenly, first and last included; fewer for each of many `lines`."""
+    """Select evenly spaced records, including the first and the last; fewer per line if there are many `lines`."""
     count = min(len(steps), LONGEST, max(ALL // lines, 2))
     chosen = np.linspace(0, len(steps) - 1, count).round().astype(int)
     return steps[chosen], values[chosen]
 
 
 def single(width: float, height: float = 1.6, title: str = "", x: str = "") -> tuple[Figure, Axes]:
-    """Create one panel. height: of the axes, about."""
+    """Create one panel. height: approximate height of the axes."""
     figure, (axes,) = panels(width, [title], height, x)
     return figure, axes
 
@@ -64,10 +64,10 @@ def panels(
     columns: int | None = None,
     share: bool = True,
 ) -> tuple[Figure, list[Axes]]:
-    """Create a panel for each title, in rows. height: of each panel's axes, about; colours: of the titles.
+    """Create a panel for each title, in rows. height: approximate height of each panel's axes. colours: of the titles.
 
-    x, y: labels, with units, of the lowest and of the leftmost panels. key: see `draw_key`. least: the panels' least
-    width, unless `columns` is given. share: panels share axes; else every panel has the label x.
+    x, y: labels, with units, of the bottom and the leftmost panels. key: see `draw_key`. least: minimum width of a
+    panel, unless `columns` is given. share: panels share axes; otherwise every panel has the label x.
     """
     from matplotlib.figure import Figure
 
@@ -95,7 +95,7 @@ def panels(
 
 
 def rows_of(width: float, names: Sequence[str], title: str = "") -> tuple[Figure, Axes]:
-    """Create one panel with a row for each name, which is on its left, wrapped if it is long."""
+    """Create one panel with a row for each name, which stands to its left and wraps if it is long."""
     lines = [fill(name, int(BESIDE * width / CHARACTER)) for name in names]
     room = max(0.24, LINE * (1 + max(text.count("\n") for text in lines)))
     figure, axes = single(width, room * len(names) + 0.2, title)
@@ -107,14 +107,14 @@ def rows_of(width: float, names: Sequence[str], title: str = "") -> tuple[Figure
 
 
 def method_strokes(methods: Sequence[Data]) -> Strokes:
-    """Return the stroke of each method under its name."""
+    """Return the stroke of each method by its name."""
     return {stroke["label"]: stroke for stroke in strokes(methods)}
 
 
 def method_panels(
     width: float, methods: Sequence[Data], height: float, x: str, y: str, **options: Any
 ) -> tuple[Figure, list[tuple[Axes, Data, Mapping[str, Any]]]]:
-    """Create a panel for each method, with its name in its colour above, and return it with the method and its stroke.
+    """Create a panel for each method, titled in its colour, and return each with its method and stroke.
 
     x, y, options: as in `panels`.
     """
@@ -125,7 +125,7 @@ def method_panels(
 
 
 def draw_key(figure: Figure, key: Strokes) -> None:
-    """Draw a legend above the panels, for which the figure grows: names, wrapped if long, beside samples of lines."""
+    """Draw a legend above the panels: samples of lines with names, wrapped if long. The figure grows to fit it."""
     from matplotlib.lines import Line2D
 
     width = figure.get_figwidth()
@@ -140,7 +140,7 @@ def draw_key(figure: Figure, key: Strokes) -> None:
 
 
 def name_lines(axes: Axes, lines: Sequence[Line2D], number: str = "") -> None:
-    """List lines beside the axes in their colours, highest end first, with their last numbers in a format."""
+    """List the names of lines next to the axes, in their colours, highest end first. number: format of last values."""
     figure = figure_of(axes)
     ends = {line: values[-1] for line in lines if len(values := (y := array(line.get_ydata()))[np.isfinite(y)])}
     found = sorted(ends, key=lambda line: -ends[line])
@@ -160,20 +160,20 @@ def figure_of(axes: Axes) -> Figure:
 
 
 def line(axes: Axes, points: Points | np.ndarray, colour: str, **options: Any) -> Line2D:
-    """Draw points (x, y)."""
+    """Draw a line through points (x, y)."""
     (drawn,) = axes.plot(*array(points).reshape(-1, 2).T, color=colour, **(marker(len(points)) | options))
     return drawn
 
 
 def marker(points: int) -> dict[str, Any]:
-    """Return options that make a single point visible, which a line is not."""
+    """Return options that make a single point visible, since a line through it would not be."""
     return {"marker": "o"} if points == 1 else {}
 
 
 def named_lines(
     axes: Axes, lines: Mapping[str, Points], colours: Sequence[str] | None = None, number: str = ""
 ) -> None:
-    """Draw lines, by default in the colours of layers, named beside the axes; of many, the first and the last."""
+    """Draw lines, by default in the colours of layers, named next to the axes; if many, only the first and the last."""
     drawn = []
     for (name, points), colour in zip(lines.items(), colours or layer_colours(len(lines)), strict=False):
         steps, values = np.array(points).T
@@ -183,7 +183,7 @@ def named_lines(
 
 
 def expert_lines(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
-    """Draw a line over steps for each expert of values (steps, experts), in the colours of `expert_key`."""
+    """Draw values (steps, experts) as a line over steps for each expert, in the colours of `expert_key`."""
     for expert, (points, colour) in enumerate(zip(values.T, expert_colours(values.shape[1]), strict=True)):
         axes.plot(steps, points, color=colour, linewidth=1, label=f"expert {expert}", **marker(len(steps)))
 
@@ -201,14 +201,14 @@ def deviations(axes: Axes, ratio: np.ndarray, **options: Any) -> ScalarMappable:
 
 
 def cells(axes: Axes, values: np.ndarray, colours: Colormap, low: float, high: float, **options: Any) -> ScalarMappable:
-    """Draw values (rows, columns) in colours that go from `low` to `high`, in a frame, since some may be clear."""
+    """Draw values (rows, columns) in colours that range from `low` to `high`, framed, since some may be clear."""
     axes.grid(False)
     axes.spines[:].set_visible(True)
     return axes.imshow(values, colours, vmin=low, vmax=high, aspect="auto", interpolation="none", **options)
 
 
 def _colours(*stops: tuple[float, float, float, float]) -> Colormap:
-    """Return a scale through RGBA colours, of which the middle two, if there are four, meet in its middle."""
+    """Return a colour scale through RGBA colours; if there are four, the middle two meet in the middle of the scale."""
     from matplotlib.colors import LinearSegmentedColormap
 
     places = (0, 1) if len(stops) == 2 else (0, 0.5, 0.5, 1)
@@ -216,7 +216,7 @@ def _colours(*stops: tuple[float, float, float, float]) -> Colormap:
 
 
 def colour_scale(every: Sequence[Axes], colours: ScalarMappable, ticks: Mapping[float, str]) -> Axes:
-    """Draw the scale of colours right of the panels. ticks: values and their names."""
+    """Draw the colour scale to the right of the panels. ticks: values and their labels."""
     bar = figure_of(every[0]).colorbar(colours, ax=list(every), aspect=25, fraction=0.04, pad=0.01)
     bar.outline.set_visible(False)
     bar.set_ticks(list(ticks), labels=list(ticks.values()))
@@ -224,7 +224,7 @@ def colour_scale(every: Sequence[Axes], colours: ScalarMappable, ticks: Mapping[
 
 
 def expert_key(every: Sequence[Axes], count: int) -> None:
-    """Draw the key of experts' colours right of the panels."""
+    """Draw the key to the colours of experts to the right of the panels."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 
@@ -234,7 +234,7 @@ def expert_key(every: Sequence[Axes], count: int) -> None:
 
 
 def step_axis(axes: Axes, label: str = "step") -> None:
-    """Put a count, such as 20k, on the x axis, with its label unless a panel below shares it."""
+    """Format the x axis as counts such as 20k, and label it unless a panel below shares it."""
     from matplotlib.ticker import EngFormatter
 
     whole_ticks(axes.xaxis)
@@ -244,14 +244,14 @@ def step_axis(axes: Axes, label: str = "step") -> None:
 
 
 def whole_ticks(axis: Any) -> None:
-    """Label an axis at whole numbers, as many as it has room for."""
+    """Label an axis at as many whole numbers as fit."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
 
 
 def log_ticks(axis: Any, most: int = 8) -> None:
-    """Label a logarithmic axis in plain numbers: powers of ten, or more densely if it spans few of them."""
+    """Label a logarithmic axis with plain numbers: powers of ten, or more densely if it spans few of them."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
     low, high = axis.get_view_interval()
@@ -264,7 +264,7 @@ def log_ticks(axis: Any, most: int = 8) -> None:
 
 
 def ratio_axis(axes: Axes) -> None:
-    """Put ratios from 1 to the largest on a logarithmic y axis, so that outliers leave room for the others."""
+    """Show ratios from 1 to the largest on a logarithmic y axis, so that outliers leave room for other values."""
     most = max(axes.dataLim.y1, 1.1)
     axes.set_yscale("log")
     axes.set_ylim(most**-0.04, most**1.06)
@@ -272,7 +272,7 @@ def ratio_axis(axes: Axes) -> None:
 
 
 def mark_warmup(axes: Axes, steps: int, labelled: bool = True) -> None:
-    """Draw a line where warmup ends, if it is in view."""
+    """Draw a line where warmup ends, if that is in view."""
     low, high = axes.get_xlim()
     if steps > 0 and low < steps < high:
         axes.axvline(steps, **WARMUP)

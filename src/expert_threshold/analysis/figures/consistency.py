@@ -25,15 +25,15 @@ MEASURES: dict[str, Callable[[Tensor, Tensor], float]] = {
     for measure in (weighted_jaccard, weighted_dice, jaccard, dice, joint_jsd, total_variation)
 }
 MOST = 6
-"""The most checkpoints compared, evenly chosen."""
+"""The maximum number of checkpoints compared, evenly spaced."""
 
 
 @of_each_method
 def routing_consistency(material: Material, subject: Subject) -> Data:
-    """Compute every measure between any two checkpoints of a method over a fixed stream, as matrices (steps, steps)."""
+    """Compute all measures between all pairs of a method's checkpoints on a fixed stream, as (steps, steps) arrays."""
     steps = _chosen(subject.folder.checkpoints())
     if len(steps) < 2:
-        raise NotShownError("it compares a run's checkpoints, of which there is one; train with --checkpoint-every")
+        raise NotShownError("it compares checkpoints of a run, which has only one; train with --checkpoint-every")
 
     @cache
     def assignment(step: int) -> Tensor:
@@ -48,7 +48,7 @@ def routing_consistency(material: Material, subject: Subject) -> Data:
 
 
 def draw_matrices(measure: str, data: Data) -> Figure:
-    """Draw a measure between any two checkpoints, a heatmap for each method."""
+    """Draw a measure between all pairs of checkpoints, with a heatmap for each method."""
     methods = data["methods"]
     values = np.concatenate([array(entry[measure]).ravel() for entry in methods])
     low, high = values.min(), values.max()
@@ -58,7 +58,7 @@ def draw_matrices(measure: str, data: Data) -> Figure:
     figure, every = method_panels(width, methods, 1.55, "step", "step", least=1.35, share=alike)
     for axes, entry, _ in every:
         matrix = array(entry[measure])
-        drawn = heat(axes, matrix, low - 0.07 * room, high + 0.26 * room)  # even the lowest is visible, and all text
+        drawn = heat(axes, matrix, low - 0.07 * room, high + 0.26 * room)  # all cells and text stay visible
         for (i, j), value in np.ndenumerate(matrix):
             text = f"{value:g}" if i == j else f"{value:.2f}".removeprefix("0")
             axes.text(j, i, text, ha="center", va="center", fontsize=SMALL, color=INK)
@@ -70,7 +70,7 @@ def draw_matrices(measure: str, data: Data) -> Figure:
 
 
 def say_matrices(measure: str, name: str, unit: str, same: int, data: Data) -> str:
-    """Describe a measure's matrices. same: its value for checkpoints that route alike."""
+    """Describe a measure's matrices. same: its value for identical routing."""
 
     def clause(entry: Data) -> str:
         matrix = array(entry[measure])
@@ -78,12 +78,12 @@ def say_matrices(measure: str, name: str, unit: str, same: int, data: Data) -> s
 
     return (
         f"The {name} of successive checkpoints, on average, and of the first and the last is {each(data, clause)}; "
-        f"{same} is the same routing."
+        f"{same} means identical routing."
     )
 
 
 def _chosen(steps: Sequence[int]) -> list[int]:
-    """Choose at most `MOST` steps evenly, first and last included."""
+    """Choose up to `MOST` evenly spaced steps, including the first and the last."""
     places = np.linspace(0, len(steps) - 1, min(len(steps), MOST)).round().astype(int)
     return [steps[place] for place in places]
 

@@ -1,4 +1,4 @@
-"""Cutoffs: their stability against loads, their warmup, and the effect of capacity bounds."""
+"""Cutoffs: their stability compared with loads, their warmup, and the effect of capacity bounds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, Figure, strokes
 
 
 def cutoff_stability(material: Material) -> Data:
-    """Collect cutoffs and loads in training, of the largest pool and of a rule that trains by running means.
+    """Collect cutoffs and loads in training for the largest pool and for a rule that trains by running means.
 
-    See the paper, Cutoff vs Expert Usage. All values were recorded over steps. For each expert of the middle
-    layer: `deviation`, the batch cutoff less the running mean at the start of the step, and `load`, divided by the load
-    aimed at. `distance`: mean |`deviation`| over experts and the last quarter of the steps. Over all layers: `bound`,
-    the share of experts whose load a capacity bound changed at some step of a line of the log, and `bound_share`, its
-    mean. Both are None without bounds, and `bound` is NaN during warmup.
+    See the paper, Cutoff vs Expert Usage. All values are over steps. For each expert of the middle layer: `deviation`,
+    the batch cutoff minus the running mean at the start of the step, and `load`, divided by the target load.
+    `distance`: mean |`deviation`| over experts and the last quarter of the steps. Over all layers: `bound`, the share
+    of experts whose load a capacity bound changed at any step of a line of the log, and its mean, `bound_share`. Both
+    are None without bounds, and `bound` is NaN during warmup.
     """
     choice, thresholds = _by_cutoff(material)
     return over_methods([*choice, *thresholds[:1]], _stability)
@@ -51,9 +51,8 @@ def _stability(subject: Subject) -> Data:
 
 
 def _by_cutoff(material: Material) -> tuple[list[Subject], list[Subject]]:
-    """Return the methods with cutoffs.
-
-    First, at most one that looks ahead in training, the one with the largest pool; then all that train by the cutoffs.
+    """Return the methods with cutoffs: the one with the largest pool that looks ahead in training, if any, as a list,
+    and all methods that train by the cutoffs.
     """
     found = [subject for subject in material.routed if subject.run.has_cutoffs]
     if not found:
@@ -63,7 +62,7 @@ def _by_cutoff(material: Material) -> tuple[list[Subject], list[Subject]]:
 
 
 def _at_bounds(subject: Subject) -> np.ndarray | None:
-    """Return the share of all layers' experts at a capacity bound, for each line of the log; NaN during warmup."""
+    """Return the share of experts of all layers at a capacity bound, for each line of the log; NaN during warmup."""
     if not subject.has_bounds:
         return None
     train, interval = subject.run.train, subject.run.config["train"]["log_every"]
@@ -74,20 +73,20 @@ def _at_bounds(subject: Subject) -> np.ndarray | None:
     at_bound = [np.maximum(dropped[layer][1], filled[layer][1]) for layer in dropped]
     moved = np.concatenate(at_bound, axis=1)
     share = np.where(np.isfinite(moved).any(1), np.nansum(moved > 0, axis=1) / moved.shape[1], np.nan)
-    # A line covers the `interval` steps up to its own.
+    # A line covers the `interval` steps up to and including its own.
     return np.where(steps - interval >= subject.run.warmup_steps, share, np.nan)
 
 
 def draw_cutoff_stability(data: Data) -> Figure:
-    """Draw batch cutoffs less their running mean, loads, and experts at a capacity bound over steps.
+    """Draw batch cutoffs minus their running mean, loads, and experts at a capacity bound over steps.
 
-    Bands cover all experts of the layer. Lines are expert 0; in the last panel, the share of all layers' experts.
+    Bands cover all experts of the layer. Lines show expert 0, or in the last panel the share of experts in all layers.
     """
     methods = data["methods"]
     where = f"layer {methods[0]['layer']}"
     titles = {
-        "deviation": (f"batch cutoff less its running mean, {where} (score)", 1),
-        "load": (f"load over the load aimed at, {where} (%)", 100),
+        "deviation": (f"batch cutoff minus its running mean, {where} (score)", 1),
+        "load": (f"load as a share of the target load, {where} (%)", 100),
     }
     if any(entry["bound"] is not None for entry in methods):
         titles["bound"] = ("experts at a capacity bound, all layers (%)", 100)
@@ -105,7 +104,7 @@ def draw_cutoff_stability(data: Data) -> Figure:
             axes.plot(steps, values[0], **stroke, linewidth=1.1, **marker(int(known.sum())))
             settled = steps[known] > 0.25 * steps[-1]
             late += [*low[settled], *high[settled]]
-        if late:  # the first quarter may lie outside
+        if late:  # the first quarter may be out of view
             low, high = min(late), max(late)
             room = 0.08 * (high - low) or max(abs(high), 1) / 2
             axes.set_ylim(-0.3 * room if name == "bound" else low - room, high + room)
@@ -123,7 +122,7 @@ def say_cutoff_stability(data: Data) -> str:
         apart = percent(float(np.nanmean(np.abs(array(entry["load"])[:, late] - 1))))
         return (
             f"the batch cutoffs of {entry['method']} lie {entry['distance']:.3f} from their running means"
-            f"{of_deviation(entry['distance'], entry['score_std'])}, and its loads {apart} from the load aimed at"
+            f"{of_deviation(entry['distance'], entry['score_std'])}, and its loads {apart} from the target load"
         )
 
     methods = data["methods"]
@@ -135,20 +134,20 @@ def say_cutoff_stability(data: Data) -> str:
     bounds = {entry["method"]: entry["bound_share"] for entry in methods if entry["bound_share"] is not None}
     if not bounds:
         return text
-    what = "steps and experts" if every == 1 else f"experts and intervals of {every} steps, at one step or more"
+    what = "steps and experts" if every == 1 else f"experts and intervals of {every} steps, in at least one step"
     shares = listed([f"{percent(share)} of {what} in {method}" for method, share in bounds.items()])
-    return f"{text} After warmup a capacity bound decided in {shares}."
+    return f"{text} After warmup, a capacity bound changed the load in {shares}."
 
 
 def warmup(material: Material) -> Data:
-    """Collect the first steps with and without warmup, and with the largest pool (paper, Warmup).
+    """Collect the first steps with warmup, without it, and with the largest pool (paper, Warmup).
 
-    Starvation counts tokens filled in by the lower bound, which does not act during warmup.
+    Starvation counts tokens that the lower bound fills in, which it does not do during warmup.
     """
     choice, thresholds = _by_cutoff(material)
     if len({subject.run.warmup_steps > 0 for subject in thresholds}) < 2:
         raise NotShownError(
-            "it needs a rule that trains by running means of cutoffs, with a warmup and with --rule.warmup-steps 0"
+            "it needs a rule that trains by running means of cutoffs, both with a warmup and with --rule.warmup-steps 0"
         )
     shown = thresholds + choice
     ends = max(subject.run.warmup_steps for subject in thresholds)
@@ -170,12 +169,12 @@ def warmup(material: Material) -> Data:
         entry["starvation"] = [[step, share if step > own else math.nan] for step, share in entry["starvation"]]
         return entry
 
-    methods = [{**subject.tag, **compute(subject)} for subject in shown]  # it compares all of them, or none
+    methods = [{**subject.tag, **compute(subject)} for subject in shown]  # all of them or none, since it compares them
     return {"warmup": ends, "layer": late, "other_layer": early, "target": shown[0].run.target, "methods": methods}
 
 
 def draw_warmup(data: Data) -> Figure:
-    """Draw the first steps with and without warmup: cutoffs, usage, starvation, spread of scores and gates."""
+    """Draw the first steps with and without warmup: cutoffs, usage, starvation, and the spread of scores and gates."""
     methods = data["methods"]
     faint: dict[str, Any] = {"color": MUTED, "alpha": 0.5, "linewidth": 0.8}
     key = {**method_strokes(methods), "batch cutoff": faint, "target": TARGET, "warmup ends": WARMUP}
@@ -217,17 +216,17 @@ def say_warmup(data: Data) -> str:
         for name in ("cutoff_distance", "score_std")
     )
     return (
-        f"In the first {data['warmup']:,} steps, without warmup and with it, the cutoff of a step's batch lies on "
-        f"average {lag} from its running mean before that step (expert 0 of layer {data['layer']}), and the standard "
+        f"In the first {data['warmup']:,} steps, without warmup and with it, the cutoff of a batch lies on average "
+        f"{lag} from its running mean before that step (expert 0 of layer {data['layer']}), and the standard "
         f"deviation of an expert's scores is {spread}. Without warmup the lower capacity bound fills "
-        f"{percent(before(without, 'starvation'))} of the places in these steps."
+        f"{percent(before(without, 'starvation'))} of the target load in these steps."
     )
 
 
 def capacity(material: Material) -> Data:
     """Collect usage before the bounds, saturation and starvation after the longest warmup (paper, Appendix).
 
-    `bounds`: the share of a pool's tokens that an expert gets at least and at most.
+    `bounds`: the minimum and maximum share of a pool's tokens that an expert gets.
     """
     shown = [subject for subject in material.routed if subject.has_bounds and subject.run.has_cutoffs]
     if not shown:
@@ -238,7 +237,7 @@ def capacity(material: Material) -> Data:
         interval = subject.run.config["train"]["log_every"]
         train = [record for record in subject.run.train if record["step"] - interval >= begin]
         if len(train) < 2:
-            raise NotShownError("it was not trained beyond the longest warmup yet")
+            raise NotShownError("it has not been trained beyond the longest warmup yet")
         pool = pool_tokens(subject.run) or subject.pool
         bounds = subject.rule.load_bounds(pool)
         assert bounds is not None
@@ -276,18 +275,18 @@ def say_capacity(data: Data) -> str:
             for name in ("raw_usage", "saturation", "starvation")
         )
         return (
-            f"in {entry['method']} an expert's cutoff selects {used} of the tokens on average, the target being "
+            f"in {entry['method']} an expert's cutoff selects {used} of the tokens on average, with a target of "
             f"{percent(entry['target'])}; the upper bound drops {dropped} of these, and the lower bound fills {filled} "
-            "of the places"
+            "of the target load"
         )
 
     return f"After warmup, {'; '.join(map(clause, data['methods']))}."
 
 
 def cutoffs_and_biases(material: Material) -> Data:
-    """Collect the cutoffs or else the negated biases of each rule that has them, in the first layer.
+    """Collect the cutoffs, or the negated biases, of each rule that has them, in the first layer.
 
-    `values`: for each expert, over steps, the number subtracted from its scores before they are compared (paper, Table
+    `values`: for each expert, over steps, what is subtracted from its scores before they are compared (paper, Table
     "Conceptual connections").
     """
     methods = []
@@ -308,7 +307,7 @@ def cutoffs_and_biases(material: Material) -> Data:
 
 
 def draw_cutoffs_and_biases(data: Data) -> Figure:
-    """Draw the cutoff or negated bias of each expert over steps, a panel for each method, a colour for each expert."""
+    """Draw each expert's cutoff or negated bias over steps, with a panel per method and a colour per expert."""
     methods = data["methods"]
     titles = [f"{entry['method']}, {'cutoffs' if entry['of'] == 'cutoff' else '− bias'}" for entry in methods]
     colours = [stroke["color"] for stroke in strokes(methods)]
@@ -327,15 +326,15 @@ def say_cutoffs_and_biases(data: Data) -> str:
         return f"{np.nanmean(np.abs(values[:, -1] - values[:, half])):.2f}"
 
     return (
-        f"In layer {data['layer']}, the cutoff or bias of an expert moved in the second half of training by a mean of "
-        f"{each(data, drift)}."
+        f"In layer {data['layer']}, the cutoff or bias of an expert changed in the second half of training by a mean "
+        f"of {each(data, drift)}."
     )
 
 
 def _experts(
     subject: Subject, key: str, layer: int, train: Sequence[Record] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps (points,) and values (points, experts) of a layer. Raises NotShownError if not recorded."""
+    """Return the steps (points,) and values (points, experts) of a layer. Raises NotShownError if not recorded."""
     found = expert_series(subject.run.train if train is None else train, key)
     if layer not in found:
         raise NotShownError(f"{key} of {subject.method} was not recorded")
@@ -343,7 +342,7 @@ def _experts(
 
 
 def _mean_of_layers(train: Sequence[Record], key: str) -> list[list[float]]:
-    """Return the mean over layers at the steps at which all of them recorded a number."""
+    """Return the mean over layers at each step at which all layers recorded a number."""
     layers = [dict(points) for points in layer_series(train, key).values()]
     steps = sorted(set.intersection(*map(set, layers))) if layers else []
     return [[step, float(np.nanmean([points[step] for points in layers]))] for step in steps]

@@ -12,7 +12,7 @@ from .style import METHODS, NARROW, Figure
 
 
 def draw_dial(data: Data) -> Figure:
-    """Draw loss over compute. data: "runs", each with a "name" and "points" of `evaluation.Point`; filled: trained."""
+    """Draw loss over compute; filled dots: trained cutoffs. data: "runs", each with "name" and "points" (`Point`)."""
     runs = data["runs"]
     key: dict[str, dict[str, Any]] = {
         run["name"]: {"color": METHODS[(place + 3) % len(METHODS)]} for place, run in enumerate(runs)
@@ -28,7 +28,7 @@ def draw_dial(data: Data) -> Figure:
     least = min(filter(None, fanouts), default=1)
     ticks = [2.0**power for power in range(-10, 11) if 0.9 * least <= 2**power <= 1.1 * max(fanouts)]
     by_fanout, by_flops = every
-    by_fanout.set_xscale("symlog", base=2, linthresh=least, linscale=0.5)  # from 0 on
+    by_fanout.set_xscale("symlog", base=2, linthresh=least, linscale=0.5)  # includes 0
     by_fanout.set_xticks([0, *ticks], [str(Fraction(tick)) for tick in (0, *ticks)])
     by_fanout.set_xticks([], minor=True)
     by_fanout.set_xlabel("routed experts per token", loc="right")

@@ -35,15 +35,15 @@ def loss_by_method(material: Material) -> Data:
 def draw_losses(data: Data, x: str = TOKENS) -> Figure:
     """Draw the validation loss of each method over tokens, or whatever `x` names.
 
-    Bands are one standard deviation over seeds. Of more than twelve methods, the paper's and the four lowest of the
-    others are named, and the rest are grey.
+    Bands are one standard deviation over seeds. With more than twelve methods, only the paper's methods and the four
+    lowest of the others are named, and the rest are grey.
     """
     named, others = _named(data["methods"])
     return _curves(named, others, "validation loss (nats per token)", "{:.3f}", 3.2, x)
 
 
 def _named(methods: Sequence[Data]) -> tuple[Sequence[Data], Sequence[Data]]:
-    """Return the methods to name, and the others, of which there are some only if colours do not suffice."""
+    """Return the methods to name, and the methods to draw in grey, for which there are not enough colours."""
     if len(methods) <= len(METHODS):
         return methods, []
     free = [place for place, entry in enumerate(methods) if entry["kind"] not in KINDS]
@@ -72,11 +72,11 @@ def say_loss_by_method(data: Data) -> str:
 
 
 def _curve(runs: Sequence[Subject]) -> dict[str, Any]:
-    """Return the validation losses of a method's runs at the steps that all of them share, at least one."""
+    """Return the validation losses of a method's runs at their common steps. Raises NotShownError without any."""
     losses = [dict(finite(series(subject.run.validation, "loss"))) for subject in runs]
     steps = sorted(set.intersection(*map(set, losses)))
     if not steps:
-        raise NotShownError("its runs were not validated at a step that all of them share")
+        raise NotShownError("its runs have no validation step in common")
     at = [[found[step] for found in losses] for step in steps]
     tokens = runs[0].run.tokens_per_step
     return {
@@ -87,14 +87,14 @@ def _curve(runs: Sequence[Subject]) -> dict[str, Any]:
 
 
 def token_multiple(material: Material) -> Data:
-    """Compute the tokens that the reference needs for a loss, divided by the tokens that each method needs for it.
+    """Compute the tokens that the reference needs to reach a loss, divided by the tokens that each method needs.
 
-    The reference is `recipes.REFERENCE` if present, else the first method. There is a point for each of its
-    validations. Losses are the lowest so far, interpolated linearly between validations.
+    The reference is `recipes.REFERENCE` if present, else the first method. There is a point for each validation of the
+    reference. Losses are the lowest so far, interpolated linearly between validations.
     """
     found = [subject for subject in material.first_runs if len(finite(series(subject.run.validation, "loss"))) > 1]
     if len(found) < 2:
-        raise NotShownError("it compares two methods or more, each validated twice or more")
+        raise NotShownError("it compares two or more methods, each validated at least twice")
     reference = next((subject for subject in found if subject.kind == REFERENCE), found[0])
     goals = _lowest(_curve(material.methods[reference.method]))
 
@@ -102,14 +102,14 @@ def token_multiple(material: Material) -> Data:
         curve = _curve(material.methods[subject.method])
         points = [[tokens, tokens / needed] for tokens, loss in goals if (needed := _reached(curve, loss))]
         if not points:
-            raise NotShownError(f"it never had a loss that {reference.method} was validated at")
+            raise NotShownError(f"it never reached a validation loss of {reference.method}")
         return {"points": points}
 
     return {"reference": reference.method, **over_methods([s for s in found if s is not reference], compute)}
 
 
 def draw_token_multiple(data: Data) -> Figure:
-    """Draw the tokens that the reference needs for a loss over the tokens that each method needs."""
+    """Draw the tokens that the reference needs divided by the tokens that each method needs for the same loss."""
     title, x = f"tokens of {data['reference']} / tokens, at equal loss", f"tokens {data['reference']} was trained on"
     figure = _curves(data["methods"], [], title, "{:.2f}", 2, x)
     figure.axes[0].axhline(1, color=MUTED, linewidth=0.8)
@@ -123,13 +123,13 @@ def say_token_multiple(data: Data) -> str:
 
 
 def _lowest(curve: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Return (tokens, lowest loss so far)."""
+    """Return (tokens, lowest loss so far) at each validation."""
     tokens, losses = zip(*curve["points"], strict=True)
     return list(zip(tokens, np.minimum.accumulate(losses).tolist(), strict=True))
 
 
 def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
-    """Return the tokens at which the curve falls to a loss; None if it never does or began below."""
+    """Return the tokens at which the curve falls to a loss; None if it never does or starts below."""
     points = _lowest(curve)
     for (before, above), (after, below) in pairwise(points):
         if above >= loss > below or above > loss >= below:
@@ -138,7 +138,7 @@ def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
 
 
 def batch_size_scaling(material: Material) -> Data:
-    """Collect losses and, where it was measured, CORE, by pool size in training, beside rules without pools."""
+    """Collect losses, and CORE where measured, by pool size in training, together with rules without pools."""
     entries: list[dict[str, Any]] = []
     for first, *others in material.compared:
         losses = [
@@ -156,20 +156,20 @@ def batch_size_scaling(material: Material) -> Data:
     pools = {entry["pool"] for entry in entries} - {None}
     if len(pools) < 2:
         raise NotShownError(
-            "it needs a rule with cutoffs trained with two pools: et train --rule expert_choice --rule.pool TOKENS"
+            "it needs a rule with cutoffs trained with two pool sizes: et train --rule expert_choice --rule.pool TOKENS"
         )
     return {"methods": entries}
 
 
 def comparable_cores(sections: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """Return CORE of each `core` of evaluation.json that asked what the first known one did, None for the others."""
+    """Return CORE from the `core` sections of evaluation.json with the settings of the first that has it, else None."""
     asked = [{name: core.get(name) for name in ("bundle", "max_per_task", "baselines")} for core in sections]
     first = next((mine for core, mine in zip(sections, asked, strict=True) if core.get("metric") is not None), None)
     return [core.get("metric") if mine == first else None for core, mine in zip(sections, asked, strict=True)]
 
 
 def draw_batch_size_scaling(data: Data) -> Figure:
-    """Draw losses over the tokens of the pool, as horizontal lines for methods without pools; CORE below."""
+    """Draw losses over pool size in tokens, with horizontal lines for methods without pools, and CORE below."""
     choice = sorted((entry for entry in data["methods"] if entry["pool"] is not None), key=lambda e: e["pool"])
     threshold = [entry for entry in data["methods"] if entry["pool"] is None]
     measured = any(entry["core"] is not None for entry in data["methods"])
@@ -202,11 +202,10 @@ def say_batch_size_scaling(data: Data) -> str:
 
 
 def train_against_validation(material: Material) -> Data:
-    """Collect cross-entropy in nats per token over tokens: in training, a moving mean, and in validation.
+    """Collect cross-entropy in nats per token over tokens: a moving mean in training, and in validation.
 
-    gap: the last validation loss less the training loss of the last tenth, None if a line of the log is longer;
-    pools_gap: where `et evaluate` has measured it, the loss on one text routed causally less that routed by the pools
-    of training.
+    gap: last validation loss minus training loss of the last tenth; None if a line of the log covers more. pools_gap:
+    loss with causal routing minus loss with training pools, on the same text, if `et evaluate` has measured it.
     """
 
     def compute(subject: Subject) -> Data:
@@ -229,7 +228,7 @@ def train_against_validation(material: Material) -> Data:
 
 
 def draw_train_against_validation(data: Data) -> Figure:
-    """Draw each method's training loss, a moving mean, and validation loss, over the last two thirds."""
+    """Draw the last two thirds of each method's training loss, as a moving mean, and validation loss."""
     causal: dict[str, Any] = {
         "color": INK,
         "linestyle": (0, (3, 1.5)),
@@ -270,31 +269,31 @@ def say_train_against_validation(data: Data) -> str:
         for name in ("gap", "pools_gap")
     )
     texts = {
-        "The last validation loss less the mean training loss of the last tenth of the steps is": gaps,
-        "On one text, routing causally instead of by training's pools changes the loss by": pooled,
+        "The last validation loss minus the mean training loss over the last tenth of the steps is": gaps,
+        "On the same text, routing causally instead of by the pools of training changes the loss by": pooled,
     }
     said = [f"{text} {listed(parts)}." for text, parts in texts.items() if parts]
-    none = "The lines of the log are longer than the last tenth of the steps; --log-every makes them shorter."
+    none = "Lines of the log cover more than the last tenth of the steps; a smaller --log-every would shorten them."
     return " ".join(said if gaps else [none, *said])
 
 
 def shared_expert(material: Material) -> Data:
-    """Collect validation losses with a shared expert, and with one more routed expert instead (Shared Expert)."""
+    """Collect validation losses with a shared expert, and with another routed expert instead (paper, Shared Expert)."""
     return _pairs(
         material,
         ("model.shared_experts", "rule.experts_per_token", "model.d_expert"),
         lambda run: run["model.shared_experts"] > 0,
-        "it needs a run, and another that differs only in --model.shared-experts 0 --experts-per-token 2",
+        "it needs a run and another that differs only in --model.shared-experts 0 --experts-per-token 2",
     )
 
 
 def fanout_norm(material: Material) -> Data:
-    """Collect validation losses without and with the routed sum divided by the fanout (paper, Normalization)."""
+    """Collect validation losses with and without division of the routed sum by the fanout (paper, Normalization)."""
     return _pairs(
         material,
         ("model.gate_norm",),
         lambda run: run["model.gate_norm"] is None,
-        "it needs a run, and another that differs only in --model.gate-norm fanout",
+        "it needs a run and another that differs only in --model.gate-norm fanout",
     )
 
 
@@ -306,7 +305,7 @@ def _curves(
     height: float,
     x: str,
 ) -> Figure:
-    """Draw a line for each method, named with its last number, and behind them the others in grey."""
+    """Draw a line for each method, labelled with its name and last number, in front of the others in grey."""
     figure, axes = single(WIDE, height, title)
     grey: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "alpha": 0.4}
     if others:
@@ -327,12 +326,12 @@ def _curves(
 
 
 def _points(entry: Data) -> np.ndarray:
-    """Return a method's points, (points, 2), NaN for None."""
+    """Return the points of a method, (points, 2), with NaN for None."""
     return array(entry["points"]).reshape(-1, 2)
 
 
 def _trim(axes: Axes, every: Sequence[np.ndarray]) -> None:
-    """Start both axes at the second point of lines with three or more, since losses first fall steeply."""
+    """Start both axes at the second point of each line with three or more, since losses fall steeply at first."""
     late = np.concatenate([points[1:] if len(points) > 2 else points for points in every])
     late = late[np.isfinite(late[:, 1])]
     if len(late):
@@ -350,7 +349,7 @@ def say_pairs(cause: str, data: Data) -> str:
 
 
 def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool], why_not: str) -> Data:
-    """Return curves of pairs of methods that differ in the `free` options alone, first the one that `has` selects."""
+    """Return curves of pairs of methods that differ only in the `free` options; `has` selects the first of a pair."""
 
     def rest(runs: Sequence[Subject]) -> str:
         return str({name: value for name, value in options(runs[0].run).items() if name not in free})
@@ -368,13 +367,13 @@ def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool],
 
 
 def _pools_gap(subject: Subject) -> float | None:
-    """Return causal loss less loss by training pools, of the same tokens; None if not measured."""
+    """Return causal loss minus loss with training pools on the same tokens; None if not measured."""
     pooled = _evaluated(subject).get("validation", {}).get("training_pools")
     return None if pooled is None else pooled["causal_loss"] - pooled["loss"]
 
 
 def _evaluated(subject: Subject) -> dict[str, Any]:
-    """Return the results of `et evaluate` for the last checkpoint."""
+    """Return the saved results of `et evaluate` for the last checkpoint."""
     return read_results(subject.folder.path, subject.folder.latest_checkpoint())
 
 

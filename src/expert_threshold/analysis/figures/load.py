@@ -28,25 +28,25 @@ TOKENS_PER_EXPERT = (64, 256, 1024, 4096, 16384, 65536)
 EXPERTS = 4096
 DEVICES = (8, 32, 128, 512, 2048, 4096)
 AT = 1024
-"""Tokens per expert at which numbers of devices are compared."""
+"""The number of tokens per expert at which numbers of devices are compared."""
 STEPS = 64
-"""Steps drawn for each size."""
+"""The number of steps drawn for each size."""
 REFERENCE = "d20"
-"""The preset whose share of FLOPs in routed experts is used."""
+"""The preset that gives the share of FLOPs in routed experts."""
 BATCH, BATCHES, LAYERS = 128, 4, 4
-"""Tokens per batch, batches per layer and the most layers for which the optimum is computed."""
+"""Tokens per batch, batches per layer, and the maximum number of layers for which the optimum is computed."""
 
 
 @of_each_method
 def load_balance(material: Material, subject: Subject) -> Data:
-    """Compute largest load / mean load per layer under causal routing."""
+    """Compute the largest load / mean load of each layer under causal routing."""
     trace = material.trace(subject)
     loads = torch.stack([trace.assignment(layer).sum(0) for layer in trace.layers])
     return {"layers": trace.layers, "spread": spread_of(loads)}
 
 
 def draw_load_balance(data: Data) -> Figure:
-    """Draw largest load / mean load over layers, logarithmic."""
+    """Draw the largest load / mean load over layers, on a logarithmic axis."""
     figure, axes = single(NARROW, 2, "largest load / mean load", "layer")
     drawn = [
         axes.plot(entry["layers"], array(entry["spread"]), **stroke, marker="o")[0]
@@ -64,19 +64,19 @@ def say_load_balance(data: Data) -> str:
     def worst(entry: Data) -> str:  # a dash where no token is routed
         return fixed(max((value for value in entry["spread"] if value is not None), default=None), 2)
 
-    return f"In the worst layer the largest load over the mean is {each(data, worst)}."
+    return f"In the worst layer, the largest load divided by the mean is {each(data, worst)}."
 
 
 def objective(material: Material) -> Data:
     """Compute the mean score of a routed token, Σ z·r / Σ z, under each rule and at the optima (paper, Eq. 3 to 5).
 
-    All are of the same tokens, `BATCHES` batches of `BATCH` spread evenly over the trace. Values are standard
-    deviations above the layer's mean score, averaged over layers, so random routing has 0. Fewer routed tokens score
-    higher, so the optima route as many tokens as the rule; `load` is its load divided by the load aimed at. With free
-    fanouts each expert's best tokens are the optimum: `population`, equal loads over all batches (Eq. 5 on average),
-    and `choice`, in each batch (Eq. 4). `balanced` bounds fanouts too, by linear programming (Eq. 3): no token has more
-    experts than the mean fanout, rounded. `shares`: the rule's value over that of the optima with free and with fixed
-    fanouts.
+    All use the same tokens, `BATCHES` batches of `BATCH` spread evenly over the trace. Values are standard deviations
+    above the layer's mean score, averaged over layers, so random routing has 0. Routing fewer tokens gives higher
+    scores, so the optima route as many tokens as the rule; `load` is its load divided by the target load. With free
+    fanouts, the optimum is each expert's best tokens: `population`, with equal loads over all batches (Eq. 5 on
+    average), and `choice`, with equal loads in each batch (Eq. 4). `balanced` also bounds fanouts, by linear
+    programming (Eq. 3): no token has more experts than the mean fanout, rounded. `shares`: the rule's value divided by
+    the optimum, with free and with fixed fanouts.
     """
 
     def compute(subject: Subject) -> Data:
@@ -98,7 +98,7 @@ def objective(material: Material) -> Data:
 
 
 def draw_objective(data: Data) -> Figure:
-    """Draw the mean score of routed tokens under each rule beside the optima with as many routed tokens."""
+    """Draw the mean score of routed tokens under each rule next to the optima with as many routed tokens."""
     methods = data["methods"]
     marks: dict[str, tuple[str, dict[str, Any]]] = {
         "rule": ("the rule", {"marker": "o", "markersize": 6}),
@@ -123,17 +123,17 @@ def say_objective(data: Data) -> str:
         return f"{shares} (load {percent(entry['load'])})"
 
     return (
-        "The mean score of a routed token, above the layer's mean, is compared with the best that equal loads allow "
-        f"with as many routed tokens, at a load given as a share of the load aimed at: {each(data, clause)}. With free "
-        "fanouts (Eq. 5) each expert's best tokens are the optimum; with fixed ones (Eq. 3) no token has more experts "
-        "than the mean, rounded. Unequal loads can put a rule above an optimum."
+        "The mean score of a routed token above the layer's mean, as a share of the optimum with equal loads and as "
+        f"many routed tokens (load: as a share of the target load), is {each(data, clause)}. With free fanouts "
+        "(Eq. 5), the optimum is each expert's best tokens; with fixed fanouts (Eq. 3), no token has more experts than "
+        "the mean, rounded. Unequal loads can put a rule above an optimum."
     )
 
 
 def _objectives(scores: Tensor, assignment: Tensor) -> dict[str, float] | None:
     """Return the objectives of a layer's scores and assignment (tokens, experts).
 
-    None if no token is routed, or scores do not vary, so that every assignment is as good.
+    None if no token is routed, or if scores do not vary, so that all assignments are equally good.
     """
     tokens, experts = scores.shape
     size = max(BATCH // experts, 1) * experts
@@ -164,18 +164,18 @@ def _objectives(scores: Tensor, assignment: Tensor) -> dict[str, float] | None:
 
 
 def load_at_scale(material: Material) -> Data:
-    """Compute largest / mean load of experts and devices as their numbers and tokens grow, and the waiting.
+    """Compute the largest / mean load of experts and devices as their numbers and tokens grow, and the waiting.
 
     Resampled: each expert of a large layer copies a recorded one, and a step gives it random whole windows of the trace
     with the intended mean load, so that clustering and mean usage stay as recorded. Closed form: loads are normal with
-    the variance
+    variance
 
         (load / mean)² = φ · (1 − p) / tokens_per_expert + s²,
 
-    where p is the mean usage, φ the variance relative to independent tokens and s the relative standard deviation of
-    usage over experts; a device with n experts has 1/n of it. The largest of m loads is expected
+    where p is the mean usage, φ the variance relative to independent tokens, and s the relative standard deviation of
+    usage over experts; for a device with n experts it is 1/n of this. The expected largest of m loads is
     Φ⁻¹((m − 3/8) / (m + 1/4)) standard deviations above the mean (Blom). A step waits for the busiest device, and
-    experts take the same share of its time as of its FLOPs, `experts_share`.
+    experts account for the same share of its time as of its FLOPs, `experts_share`.
     """
 
     def compute(subject: Subject) -> Data:
@@ -195,7 +195,7 @@ def load_at_scale(material: Material) -> Data:
 
 
 def draw_load_at_scale(data: Data) -> Figure:
-    """Draw largest / mean load by tokens and by devices, and the waiting; dots: resampled, lines: closed form."""
+    """Draw the largest / mean load by tokens and by devices, and the waiting. Dots: resampled; lines: closed form."""
     methods = data["methods"]
     dots: dict[str, Any] = {"color": MUTED, "linestyle": "none", "marker": "o"}
     tokens, devices = data["tokens_per_expert"], data["devices"]
@@ -234,24 +234,24 @@ def say_load_at_scale(data: Data) -> str:
 
     exact = [entry["method"] for entry in data["methods"] if entry["exact"]]
     training = (
-        f" In training every load of {listed(exact)} is exact; here routing is that of inference." if exact else ""
+        f" In training, all loads of {listed(exact)} are exact; here routing is as in inference." if exact else ""
     )
     return (
         f"With {data['experts']:,} experts, one per device, and {pool_size(data['at'])} tokens per expert on "
-        f"average, the busiest device has {each(data, clause)}. In brackets: how much longer a step takes if routed "
-        f"experts are {percent(data['experts_share'])} of it, as in {data['reference']}.{training}"
+        f"average, the busiest device has {each(data, clause)}. In brackets is how much longer a step takes if "
+        f"routed experts are {percent(data['experts_share'])} of it, as in {data['reference']}.{training}"
     )
 
 
 class Spread(NamedTuple):
-    """The statistics of recorded experts that determine load imbalance."""
+    """The statistics of recorded loads that determine load imbalance."""
 
     usage: float  # mean share of the tokens
-    clustering: float  # φ, the variance of a window's load over that of independent tokens
-    usage_spread: float  # s, the standard deviation over experts of mean usage, over its mean
+    clustering: float  # φ, the variance of a window's load relative to independent tokens
+    usage_spread: float  # s, the standard deviation of mean usage over experts, relative to its mean
 
     def closed_form(self, tokens: int, experts: int, devices: int) -> float:
-        """Return the largest / mean load of devices; see `load_at_scale`."""
+        """Return the expected largest / mean load of devices; see `load_at_scale`."""
         variance = self.clustering * (1 - self.usage) / tokens + self.usage_spread**2
         return 1 + largest_of(devices) * math.sqrt(variance * devices / experts)
 
@@ -279,7 +279,7 @@ def spread_of_windows(loads: np.ndarray, context: int) -> Spread:
 def resample(loads: np.ndarray, tokens: int, generator: np.random.Generator) -> np.ndarray:
     """Resample loads (windows, columns) into loads of `EXPERTS` experts in `STEPS` steps, (steps, experts).
 
-    tokens: the mean load of an expert. Columns are reused, each time with newly drawn windows.
+    tokens: mean load of an expert. Columns are reused, each time with newly drawn windows.
     """
     windows, columns = loads.shape
     drawn = max(round(tokens / max(loads.mean(), 1e-12)), 1)
@@ -292,7 +292,7 @@ def resample(loads: np.ndarray, tokens: int, generator: np.random.Generator) -> 
 
 
 def busiest(loads: np.ndarray, devices: int) -> float:
-    """Return the largest / mean load of devices for loads (steps, experts), averaged over steps."""
+    """Return the largest / mean load of devices, averaged over steps. loads: (steps, experts)."""
     device = loads.reshape(len(loads), devices, -1).sum(2)
     return float((device.max(1) / np.maximum(device.mean(1), 1e-12)).mean())
 
@@ -303,7 +303,7 @@ def largest_of(count: int) -> float:
 
 
 def _grow(loads: np.ndarray, spread: Spread) -> dict[str, Any]:
-    """Return largest / mean loads: of experts by tokens per expert, of devices at `AT` tokens."""
+    """Return largest / mean loads: of experts by tokens per expert, and of devices at `AT` tokens per expert."""
     generator = np.random.Generator(np.random.PCG64(0))
     drawn = {tokens: resample(loads, tokens, generator) for tokens in TOKENS_PER_EXPERT}
     return {

@@ -1,4 +1,4 @@
-"""Scores in traces: how each rule cuts them (paper, Figure 2), the spread of their k-th largest, their histograms."""
+"""Scores in traces: how rules cut them (paper, Figure 2), the spread of the k-th largest score, and histograms."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .study import Study, of_each_method
 from .style import GRID, INK, MUTED, SMALL, WIDE, Figure, strokes
 
 SEQUENCES, TOKENS = 3, 16
-"""Sequences of a trace, and tokens of each, that are shown."""
+"""The number of sequences of a trace that are shown, and of tokens of each."""
 POOLS = 96
-"""Pools of each size in which the k-th largest score is measured."""
+"""The number of pools of each size in which the k-th largest score is measured."""
 SMALLEST, LARGEST = 64, 2**15
-"""Sizes of these pools in tokens; the largest is at most an eighth of the trace."""
+"""The smallest and largest of these pools in tokens; none is larger than an eighth of the trace."""
 
 
 def rules_overview(material: Material) -> Data:
     """Compute one expert's scores for a few tokens of three sequences, and the cutoff of each rule.
 
-    Token choice compares with the token's best score from another expert; expert choice with the k-th largest score of
-    the sequence or of all sequences shown; expert threshold with the running mean. k is the expert's equal share.
+    Token choice compares a score with the token's best score from another expert, expert choice with the k-th largest
+    score of the sequence or of all shown sequences, and expert threshold with the running mean. k is an equal share.
     """
     subject = material.focus
     if not subject.run.has_cutoffs:
@@ -71,7 +71,7 @@ def rules_overview(material: Material) -> Data:
 
 
 def _ordinary(scores: Tensor, means: Tensor, expected: float) -> int:
-    """Return the expert whose loads by its cutoff and by token choice are nearest to the expected load."""
+    """Return the expert whose loads by its cutoff and by token choice are closest to the expected load."""
     experts = scores.shape[-1]
     above = (scores > means).sum((0, 1))
     best = torch.nn.functional.one_hot(scores.argmax(-1), experts).sum((0, 1))
@@ -79,7 +79,7 @@ def _ordinary(scores: Tensor, means: Tensor, expected: float) -> int:
 
 
 def draw_rules_overview(data: Data) -> Figure:
-    """Draw a bar for each score, coloured if the token is taken; dashed: the cutoff; above: the number taken."""
+    """Draw a bar for each score, coloured if the token is taken. Dashed: the cutoff; above: the number taken."""
     scores = array(data["scores"])
     sequences, tokens = scores.shape
     place = np.arange(scores.size) + 1.5 * np.repeat(np.arange(sequences), tokens)  # a gap between sequences
@@ -119,10 +119,10 @@ def say_rules_overview(data: Data) -> str:
 def cutoff_law(material: Material, subject: Subject) -> Data:
     """Compute the spread of a pool's k-th largest score by pool size, in standard deviations of the expert's scores.
 
-    Values are root mean squares over experts and layers. Pools are drawn from the trace, token by token and by text: a
-    stretch of a window or, for larger pools, whole windows as in training. `slope` is the fitted exponent, −½ for the
-    law of 1/√N. `law`: √(p(1 − p)/N) / f(cutoff), expected for independent tokens, where p is an expert's share of the
-    tokens and f the density of its scores at the cutoff.
+    Values are root mean squares over experts and layers. Pools are drawn from the trace token by token, and by text: a
+    stretch of a window or, for larger pools, whole windows as in training. `slope` is the fitted exponent, −½ under the
+    law of 1/√N. `law` is the expected spread for independent tokens, √(p(1 − p)/N) / f(cutoff), where p is an expert's
+    share of the tokens and f the density of its scores at the cutoff.
     """
     trace = material.trace(subject)
     share = subject.run.target
@@ -142,13 +142,13 @@ def cutoff_law(material: Material, subject: Subject) -> Data:
 
 
 def draw_cutoff_law(data: Data) -> Figure:
-    """Draw the spread of the k-th largest score over pool size, logarithmic; dashed: independent tokens."""
+    """Draw the spread of the k-th largest score over pool size, on logarithmic axes. Dashed: independent tokens."""
     methods = data["methods"]
     law: dict[str, Any] = {"color": INK, "linestyle": (0, (3, 1.5)), "linewidth": 1}
     key = {**method_strokes(methods), "law of 1/√N": law}
     titles = ["pools of single tokens", "pools of text, as in training"]
     figure, every = panels(WIDE, titles, 2, "tokens in the pool", "std of the k-th score\n/ std of scores", key=key)
-    # Methods with the same share and pool sizes are expected to follow one law, drawn once.
+    # Methods with the same share and pool sizes should follow the same law, which is drawn once.
     alike: dict[tuple[float, tuple[int, ...]], list[Any]] = {}
     for entry, stroke in zip(methods, strokes(methods), strict=True):
         alike.setdefault((entry["share"], tuple(entry["tokens"])), []).append(array(entry["law"]))
@@ -159,7 +159,7 @@ def draw_cutoff_law(data: Data) -> Figure:
             axes.plot(tokens, np.exp(np.mean(np.log(laws), axis=0)), **law)
     sizes = sorted({size for entry in methods for size in entry["tokens"]})
     ticks = sizes[:: -(-len(sizes) // 6)]
-    every[0].set_xscale("log", base=2)  # shared, as all that follows
+    every[0].set_xscale("log", base=2)  # shared, like the settings below
     every[0].set_yscale("log")
     every[0].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     log_ticks(every[0].yaxis)
@@ -171,16 +171,16 @@ def say_cutoff_law(data: Data) -> str:
     text = each(data, lambda entry: signed(entry["slope_by_text"], 2))
     ratio = np.mean([entry["by_text"][-1] / entry["by_token"][-1] for entry in data["methods"]])
     return (
-        "The spread of cutoffs falls as a power of the pool size N, which is −0.50 by the law of 1/√N. Fitted to pools "
-        f"of single tokens it is {alone}; to pools of text, {text}. In the largest pools the spread is {ratio:.1f} "
-        "times as large with text as with single tokens, since neighbouring tokens are not independent."
+        "The spread of cutoffs falls as a power of the pool size N, with an exponent of −0.50 by the law of 1/√N. "
+        f"Fitted to pools of single tokens it is {alone}; to pools of text, {text}. In the largest pools the spread is "
+        f"{ratio:.1f} times as large with text as with single tokens, since neighbouring tokens are not independent."
     )
 
 
 def _spreads(
     scores: Tensor, sizes: Sequence[int], share: float, context: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the spreads by token, by text and by the law, each (sizes, experts), over the scores' std."""
+    """Return the spreads by token, by text and by the law, each (sizes, experts), relative to the std of scores."""
     generator = torch.Generator().manual_seed(0)
     tokens = len(scores)
     unit = scores.std(0).clamp(min=1e-12).numpy()
@@ -238,7 +238,7 @@ def score_histograms(material: Material, subject: Subject) -> Data:
 
 
 def draw_score_histograms(data: Data) -> Figure:
-    """Draw the share of tokens by score, logarithmic; filled: assigned tokens; dashed: the threshold."""
+    """Draw the share of tokens by score, on a logarithmic axis. Filled: assigned tokens; dashed: the cutoff."""
     shown = [(entry, expert) for entry in data["methods"] for expert in entry["experts"]]
     colours = [stroke["color"] for stroke in strokes(data["methods"]) for _ in range(2)]
     titles = [f"{entry['method']}\nlayer {expert['layer']}, expert {expert['expert']}" for entry, expert in shown]
@@ -262,7 +262,7 @@ def say_score_histograms(data: Data) -> str:
     has_line = any(expert["cutoff"] is not None for entry in data["methods"] for expert in entry["experts"])
     line = "; the dashed line is the score that a token has to exceed" if has_line else ""
     return (
-        "The two distributions of each method have a skewness, positive where the right tail is heavier, of "
+        "The skewness of the two distributions of each method, positive if the right tail is heavier, is "
         f"{skewness}. Filled bars are the assigned tokens{line}."
     )
 

@@ -21,21 +21,21 @@ from .study import Study, over_methods
 from .style import INK, MUTED, SMALL, WIDE, Axes, Figure, expert_colours, monospaced, strokes
 
 CELLS = 108
-"""The most tokens of a passage shown in cells: two or three rows on a wide page."""
+"""The maximum number of tokens of a passage shown in cells, which is two or three rows on a wide page."""
 LONGEST = 9
-"""The most characters of a token below its column."""
+"""The maximum number of characters of a token below its column."""
 CELL, ROW, EDGE = 0.17, 0.165, 0.12  # inches: the width of a token's column, the height of a line, a margin
 
 
 def specialisation(material: Material) -> Data:
     """Compute the share of each domain's tokens that each expert gets, per layer.
 
-    bits: information of a routed token's expert about its domain, per layer, if all domains have equally many tokens.
+    bits: information of a routed token's expert about its domain, per layer, if all domains have the same size.
     """
     domains = {name: domain.known_as for name, domain in material.streams.domains.items()}
     if len(domains) < 2:
         raise NotShownError(
-            "it needs the text of two domains or more: --human-eval and --gsm8k, or --domain NAME=SOURCE"
+            "it needs the text of two or more domains: --human-eval and --gsm8k, or --domain NAME=SOURCE"
         )
 
     def compute(subject: Subject) -> Data:
@@ -50,7 +50,7 @@ def specialisation(material: Material) -> Data:
 
 
 def draw_specialisation(data: Data) -> Figure:
-    """Draw the share of a domain's tokens by expert and layer, a panel for each method and domain."""
+    """Draw the share of a domain's tokens by expert and layer, with a panel for each method and domain."""
     methods = data["methods"]
     most = max(array(list(entry["ratios"].values())).max() for entry in methods)
     layers = max(len(entry["layers"]) for entry in methods)
@@ -72,14 +72,14 @@ def say_specialisation(data: Data) -> str:
     most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
     names = [f"{name} ({text})" if text else name for name, text in data["domains"].items()]
     return (
-        f"The information of a routed token's expert about its domain, {listed(names)}, in bits averaged over "
-        f"layers and at most {math.log2(len(names)):.3g}, is {bits}. "
+        f"The information of a routed token's expert about its domain ({listed(names)}), in bits averaged over layers, "
+        f"is {bits}; the maximum is {math.log2(len(names)):.3g}. "
         f"The darkest cell is an expert that gets {percent(most)} of a domain's tokens."
     )
 
 
 def domain_shares(material: Material) -> Data:
-    """Compute the share of each domain in an expert's tokens, (layers, domains, experts), of equally large domains.
+    """Compute the share of each domain in an expert's tokens, (layers, domains, experts), for domains of equal size.
 
     An expert without tokens has shares of 0.
     """
@@ -91,7 +91,7 @@ def domain_shares(material: Material) -> Data:
 
 
 def draw_domain_shares(data: Data) -> Figure:
-    """Draw each expert as a bar of its tokens' domains, ordered by the first; a row of panels for each method."""
+    """Draw each expert as a bar of the domains of its tokens, sorted by the first, with a row of panels per method."""
     methods, domains = data["methods"], list(data["domains"])
     colours = dict(zip(domains, expert_colours(len(domains)), strict=True))
     key: Strokes = {name: {"color": colour, "linewidth": 5} for name, colour in colours.items()}
@@ -122,13 +122,13 @@ def say_domain_shares(data: Data) -> str:
 
     evenly = percent(1 / len(data["domains"]))
     return (
-        f"With equally many tokens of every domain, an expert that ignores domains has {evenly} of each. One domain "
-        f"has more than half of the tokens of {each(data, clause)}."
+        f"With the same number of tokens from every domain, an expert that ignores domains gets {evenly} of its "
+        f"tokens from each. One domain has more than half of the tokens of {each(data, clause)}."
     )
 
 
 def passage_intensity(material: Material) -> Data:
-    """Collect passages, with each token's fanout summed over layers."""
+    """Collect passages with the fanout of each token, summed over layers."""
     return _passages(material, lambda assignment: assignment.sum(axis=(0, 2)))
 
 
@@ -161,7 +161,7 @@ def draw_passage_intensity(data: Data) -> Figure:
             x, y = EDGE + token.column * advance, top + (1.5 + token.line) * ROW
             box = (x, y), cell_len(token.text) * advance, 0.92 * ROW
             axes.add_patch(Rectangle(*box, **shade(passage["values"][token.token])))
-            if text := token.text.strip():  # each token in its place, since fonts differ in their advance
+            if text := token.text.strip():  # position each token separately, since fonts differ in their advance
                 at = x + (len(token.text) - len(token.text.lstrip())) * advance
                 axes.text(at, y + 0.7 * ROW, text, fontsize=SMALL, family=monospaced(), color=INK)
         top += ROW * (placed[-1].line + 4)
@@ -169,7 +169,7 @@ def draw_passage_intensity(data: Data) -> Figure:
 
 
 class Placed(NamedTuple):
-    """A token, or its part on one line: its place and its visible text."""
+    """A token, or the part of it on one line: its position and its visible text."""
 
     line: int
     column: int
@@ -208,12 +208,12 @@ def say_passage_intensity(data: Data) -> str:
 
 
 def passage_fanout(material: Material) -> Data:
-    """Collect passages, with each token's fanout in every layer, (layers, tokens)."""
+    """Collect passages with the fanout of each token in every layer, (layers, tokens)."""
     return _passages(material, lambda assignment: assignment.sum(axis=2), CELLS)
 
 
 def draw_passage_fanout(data: Data) -> Figure:
-    """Draw passages with cells above the tokens that show fanout by layer."""
+    """Draw passages with cells above the tokens that show their fanout in each layer."""
     most = max(1, *(array(passage["values"]).max() for passage in data["passages"]))
 
     def draw(axes: Axes, values: np.ndarray) -> None:
@@ -239,12 +239,12 @@ def say_passage_fanout(data: Data) -> str:
 
 
 def passage_routing(material: Material) -> Data:
-    """Collect passages, with the assignment in every layer, (layers, tokens, experts), 0 or 1."""
+    """Collect passages with the assignment in every layer, (layers, tokens, experts), 0 or 1."""
     return _passages(material, lambda assignment: assignment.astype(int), CELLS)
 
 
 def draw_passage_routing(data: Data) -> Figure:
-    """Draw passages with cells above the tokens, filled if the token went to the expert."""
+    """Draw passages with cells above the tokens, filled if the token goes to the expert."""
     experts, layers = data["experts"], data["layers"]
     rows = experts * len(layers)
 
@@ -258,7 +258,7 @@ def draw_passage_routing(data: Data) -> Figure:
 
 
 def _blocks(data: Data, height: float, draw: Callable[[Axes, np.ndarray], None], label: str) -> Figure:
-    """Draw passages in rows of cells with their tokens below. height: of a row's cells, about, in inches."""
+    """Draw passages in rows of cells with their tokens below. height: of a row's cells, approximately, in inches."""
     columns = int((WIDE - 0.6) / CELL)
     blocks = [(passage, start) for passage in data["passages"] for start in range(0, len(passage["tokens"]), columns)]
     titles = [f"{passage['name']}, {data['method']}" if start == 0 else "" for passage, start in blocks]
@@ -297,12 +297,12 @@ def _passages(
 ) -> dict[str, Any]:
     """Apply `measure` to the assignment (layers, tokens, experts) of each passage of the run in focus.
 
-    most: the most tokens, from the beginning; None is all traced tokens.
+    most: maximum number of tokens, from the start; None means all traced tokens.
     """
     subject = material.focus
     passages = []
     for name, (trace, tokens) in material.passages(subject).items():
-        # Skip bos, which opens every document and has no text.
+        # Skip BOS, which starts every document and has no text.
         shown = slice(1, None if most is None else most + 1)
         assignment = np.stack([trace.assignment(layer)[shown].numpy() for layer in trace.layers])
         passages.append({"name": name, "tokens": tokens[shown], "values": measure(assignment)})

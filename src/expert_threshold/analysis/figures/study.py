@@ -13,7 +13,7 @@ from .style import Figure
 
 
 class Study(NamedTuple):
-    """A figure. `compute` raises NotShownError where the figure does not apply; the others take its data."""
+    """A figure. `compute` returns its data, or raises NotShownError if it does not apply; `draw` and `say` use it."""
 
     name: str  # base name of its files
     section: str
@@ -24,7 +24,7 @@ class Study(NamedTuple):
 
 
 def over_methods(subjects: Iterable[Subject], compute: Callable[[Subject], Data]) -> dict[str, Any]:
-    """Compute the data of each method. A NotShownError leaves out its method, and the figure if no other remains."""
+    """Compute the data of each method. A NotShownError omits the method, or the figure if no method remains."""
     methods: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for subject in subjects:
@@ -38,7 +38,7 @@ def over_methods(subjects: Iterable[Subject], compute: Callable[[Subject], Data]
 
 
 def of_each_method(compute: Callable[[Material, Subject], Data]) -> Callable[[Material], dict[str, Any]]:
-    """Make the `compute` of a figure from a function of one run: the data of each method with routed experts."""
+    """Turn a function of one run into the `compute` of a figure, for all methods with routed experts."""
 
     @wraps(compute)
     def of_all(material: Material) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The style of all figures: widths in inches, colours, lines, matplotlib's settings.
 
-Figures are drawn for a light page; on a dark one the style sheet inverts their lightness and keeps their hues.
+Figures are drawn for a light page; on a dark page, the style sheet inverts their lightness and keeps their hues.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 else:
-    Axes = Figure = Any  # matplotlib is imported where something is drawn, and is an extra
+    Axes = Figure = Any  # matplotlib is an extra, and imported only to draw
 
 WIDE, NARROW = 9.0, 4.4
 SMALL = 8.0
-"""The smallest font size, in points; at least 9 pixels high wherever a page shows the figure."""
+"""The smallest font size, in points, which is at least 9 pixels high wherever a page shows the figure."""
 
-# Colours of pages and of the text and lines of figures: on a light page and on a dark one.
+# Colours of pages, and of text and lines in figures: on a light page and on a dark page.
 THEME = {
     "ink": ("#1c2127", "#e6e9ec"),
     "muted": ("#66707b", "#9aa4ae"),
@@ -36,7 +36,7 @@ THEME = {
 }
 INK, MUTED, GRID, ACCENT = (light for light, _ in THEME.values())
 
-# Okabe and Ito's hues, which the colour-blind can tell apart, dark enough for a white page.
+# Hues of Okabe and Ito, which colour-blind readers can distinguish, made dark enough for a white page.
 METHODS = [
     "#2a2f36",
     "#c9720a",
@@ -51,11 +51,11 @@ METHODS = [
     "#0f8a93",
     "#5d7388",
 ]
-# The fixed colours of the paper's methods; other methods take the remaining ones of METHODS.
+# The fixed colours of the paper's methods; other methods use the remaining colours of METHODS.
 KINDS = {name: METHODS[method.colour] for name, method in OF_PAPER.items() if method.colour is not None}
 ONE_LAYER: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (3, 1.5)), "alpha": 0.75}  # of many
-WARMUP: dict[str, Any] = {"color": MUTED, "linewidth": 0.7, "linestyle": (0, (2, 2))}  # its end
-TARGET: dict[str, Any] = {"color": INK, "linewidth": 0.7, "linestyle": (0, (2, 2))}  # what is aimed at
+WARMUP: dict[str, Any] = {"color": MUTED, "linewidth": 0.7, "linestyle": (0, (2, 2))}  # the end of warmup
+TARGET: dict[str, Any] = {"color": INK, "linewidth": 0.7, "linestyle": (0, (2, 2))}  # a target
 DASHES = ("-", (0, (4, 1.6)), (0, (1, 1.4)), (0, (5, 1.4, 1, 1.4)))  # of methods of one kind
 
 STYLE: dict[Any, Any] = {
@@ -128,7 +128,7 @@ def monospaced() -> list[str]:
 
 
 def layer_colours(count: int) -> list[str]:
-    """Return a colour for each layer, first to last: the part of viridis that is legible on white."""
+    """Return a colour for each layer, first to last, from the part of viridis that is legible on white."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -136,7 +136,7 @@ def layer_colours(count: int) -> list[str]:
 
 
 def expert_colours(count: int) -> list[str]:
-    """Return a colour for each expert, first to last: once around the hues, every other one lighter."""
+    """Return a colour for each expert, first to last: once around the hues, with every other colour lighter."""
     from matplotlib.colors import hsv_to_rgb, to_hex
 
     hues, values = np.linspace(0.6, 1.6, count, endpoint=False) % 1, np.where(np.arange(count) % 2, 0.72, 0.55)
@@ -144,7 +144,7 @@ def expert_colours(count: int) -> list[str]:
 
 
 def strokes(methods: Sequence[Data]) -> list[dict[str, Any]]:
-    """Return the colour, the dashes and the label of each method; methods of one kind share the colour."""
+    """Return the colour, the dashes and the label of each method; methods of the same kind share a colour."""
     kinds = [entry["kind"] for entry in methods]
     others = dict.fromkeys(kind for kind in kinds if kind not in KINDS)
     colours = KINDS | dict(zip(others, cycle(c for c in METHODS if c not in KINDS.values()), strict=False))

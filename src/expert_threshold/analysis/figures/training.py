@@ -1,4 +1,4 @@
-"""The figures of one run's report: each drawing beside its sentence, then the lists `LEARNING` and `ROUTING`."""
+"""The figures of a run's report: each drawing with its sentence, then the lists `LEARNING` and `ROUTING`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .style import ACCENT, INK, METHODS, MUTED, NARROW, WIDE, Figure, layer_colo
 
 RAW: dict[str, Any] = {"colour": MUTED, "alpha": 0.45, "linewidth": 0.8}  # behind a running mean
 LATE = 0.75
-"""Sentences summarise the steps after this share of the run, the last quarter."""
+"""Sentences summarise the steps after this share of the run, that is, the last quarter."""
 
 
 def draw_loss(run: Run) -> Figure:
@@ -64,7 +64,7 @@ def say_loss(run: Run) -> str:
         before, than = mean_loss(run.train, LATE, int(step)), ""
         if before is not None:
             side = "above" if value >= before else "below"
-            than = f", {abs(value - before):.3f} {side} the mean of training over the quarter of the steps before"
+            than = f", {abs(value - before):.3f} {side} the mean training loss over the preceding quarter of the steps"
         step, lowest = min(measured, key=itemgetter(1))
         parts.append(f"validation ended at {value:.3f}{than}; the lowest was {lowest:.3f} at step {step:,}")
     text = "; ".join(parts)
@@ -72,7 +72,7 @@ def say_loss(run: Run) -> str:
 
 
 def learning_rates(run: Run) -> dict[str, Points]:
-    """Return the learning rates by group of parameters; groups with the same rates share a line."""
+    """Return the learning rates of each group of parameters; groups with the same rates share a line."""
     lines: dict[tuple[tuple[float, float], ...], list[str]] = {}
     for group in run.train[-1]["learning_rate"] if run.train else ():
         rates = [(r["step"], r["learning_rate"][group]) for r in run.train if r["learning_rate"][group]]
@@ -81,7 +81,7 @@ def learning_rates(run: Run) -> dict[str, Points]:
 
 
 def layer_lines(key: str, records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
-    """Return the finite points of a number for each layer, averaged over experts."""
+    """Return the finite points of a measure for each layer, averaged over experts."""
     return {f"layer {layer}": finite(points) for layer, points in layer_series(records, key).items()}
 
 
@@ -113,14 +113,14 @@ def say_usage(run: Run) -> str:
     near = sum(run.target / 2 <= share <= 2 * run.target for share in shares.values())
     some = f"All {near} experts" if near == len(shares) else f"{near} of {len(shares)} experts"
     return (
-        f"Over the last quarter of the steps an expert got on average {low} (expert {least[1]} of layer {least[0]}) to "
-        f"{high} (expert {most[1]} of layer {most[0]}) of the tokens; the target is {target}. {some} got between half "
-        "and twice the target."
+        f"Over the last quarter of the steps, an expert got on average {low} (expert {least[1]} of layer {least[0]}) "
+        f"to {high} (expert {most[1]} of layer {most[0]}) of the tokens; the target is {target}. {some} got between "
+        "half and twice the target."
     )
 
 
 def draw_load_spread(run: Run) -> Figure:
-    """Draw largest load / mean load per layer over steps: lines in training, dots in validation."""
+    """Draw the largest load / mean load of each layer over steps: lines for training, dots for validation."""
     figure, axes = single(WIDE, title="largest load / mean load; dots: validation")
     dots = layer_lines("load_spread", run.validation)
     for (name, points), colour in zip(dots.items(), layer_colours(len(dots)), strict=True):
@@ -138,7 +138,7 @@ def say_load_spread(run: Run) -> str:
 
 
 def draw_fanout(run: Run) -> Figure:
-    """Draw the share of tokens by fanout in the last validation, per layer."""
+    """Draw the share of tokens by fanout in the last validation, for each layer."""
     shares = {layer: np.array(tokens) / max(sum(tokens), 1) for layer, tokens in run.fanout_counts.items()}
     titles = [f"layer {layer}, % of tokens" for layer in shares]
     figure, every = panels(WIDE, titles, 1.2, "routed experts of a token")
@@ -164,7 +164,7 @@ def say_fanout(run: Run) -> str:
 
 
 def draw_cutoffs(run: Run) -> Figure:
-    """Draw each expert's cutoff (the running mean), coloured, over its batch cutoffs, grey, per layer."""
+    """Draw each expert's cutoff (the running mean, coloured) over its batch cutoffs (grey), for each layer."""
     means, batches = expert_series(run.train, "cutoff"), expert_series(run.train, "batch_cutoff")
     figure, every = panels(WIDE, [f"layer {layer}, score" for layer in means], 1.7, least=1.4)
     lines = sum(values.shape[1] for _, values in (*means.values(), *batches.values()))
@@ -190,14 +190,14 @@ def say_cutoffs(run: Run) -> str:
     if not distances or not spreads:  # not finite
         return text
     return (
-        f"{text} Over the last quarter of the steps the cutoff of a batch (grey) lay on average "
+        f"{text} Over the last quarter of the steps, the cutoff of a batch (grey) lay on average "
         f"{fmean(distances):.3f} from the cutoff that its scores were compared with (one colour per expert)"
         f"{of_deviation(fmean(distances), fmean(spreads))}.{_each_point(run.train)}"
     )
 
 
 def _late(points: Points) -> list[float]:
-    """Return the numbers of the last quarter of the steps, at least the last one."""
+    """Return the numbers of the last quarter of the steps, or at least the last number."""
     numbers = finite(points)
     return [y for x, y in numbers if x > LATE * numbers[-1][0]]
 
@@ -208,7 +208,7 @@ def _each_point(train: Sequence[Record]) -> str:
 
 
 class Chart(NamedTuple):
-    """A figure of the report, for runs that recorded its numbers. of_cutoffs: a rule without cutoffs never does."""
+    """A figure of the report, for runs that recorded its numbers. of_cutoffs: True if only rules with cutoffs do."""
 
     title: str
     numbers: Callable[[Run], object]
@@ -229,9 +229,9 @@ def lines_chart(
     smoothed: bool = False,
     of_cutoffs: bool = False,
 ) -> Chart:
-    """Return the chart of named lines over steps, or over tokens. number: the format of the last ones.
+    """Return a chart of named lines over steps or tokens. number: the format of the last values.
 
-    smoothed: draw the only line in grey, and its running mean. A share, of unit 100, depends on the warmup.
+    smoothed: draw the only line in grey, with its running mean. A share (unit 100) also has the end of warmup marked.
     """
 
     def known(run: Run) -> dict[str, list[tuple[float, float]]]:
@@ -250,7 +250,7 @@ def lines_chart(
             axes.set_yscale("log")
             log_ticks(axes.yaxis)
         elif scale == "from 0":
-            axes.set_ylim(-0.03 * axes.get_ylim()[1], axes.get_ylim()[1])  # a line at 0 is whole
+            axes.set_ylim(-0.03 * axes.get_ylim()[1], axes.get_ylim()[1])  # a line at 0 is drawn in full
             axes.yaxis.set_major_formatter("{x:,.10g}")
         step_axis(axes, x)
         if unit == 100:
@@ -279,7 +279,7 @@ def say_course(lines: Mapping[str, Points], number: str, x: str = "step") -> str
     for edge in (min, max):
         y, at, name = edge(every, key=itemgetter(0))
         edges.append(f"{number.format(y)}, {shown(at)}{f' ({name})' if len(lines) > 1 else ''}")
-    return f"It went from {ends[0]} to {ends[1]}; the lowest is {edges[0]}, and the highest {edges[1]}."
+    return f"It went from {ends[0]} to {ends[1]}; the lowest is {edges[0]}, and the highest is {edges[1]}."
 
 
 def _by_layer(key: str, run: Run) -> Mapping[str, Points]:
@@ -319,7 +319,7 @@ ROUTING = [
     Chart("Cutoffs", _by_expert("cutoff"), draw_cutoffs, say_cutoffs, of_cutoffs=True),
     lines_chart("Saturation", "dropped, % of tokens above a cutoff", partial(_by_layer, "saturation"),
                 "{:.3g} %", unit=100, of_cutoffs=True),
-    lines_chart("Starvation", "filled in, % of the places aimed at", partial(_by_layer, "starvation"),
+    lines_chart("Starvation", "filled in, % of the target load", partial(_by_layer, "starvation"),
                 "{:.3g} %", unit=100, of_cutoffs=True),
     lines_chart("Spread of scores", "scores of an expert, standard deviation", partial(_by_layer, "score_std")),
     lines_chart("Spread of gates", "gates of an expert, standard deviation", partial(_by_layer, "gate_std")),
@@ -338,4 +338,4 @@ def drawn(charts: Sequence[Chart], run: Run) -> Iterator[Exhibit | LeftOut]:
         elif chart.of_cutoffs and not run.has_cutoffs:
             yield LeftOut(chart.title, f"the rule {run.rule_name} has no cutoffs")
         else:
-            yield LeftOut(chart.title, "the run has recorded no number of it yet")
+            yield LeftOut(chart.title, "the run has not recorded its numbers yet")

@@ -7,7 +7,7 @@ import { read, runs as fetchRuns } from "./reader.js";
 import { MEASURES, aim, bins, words } from "./scale.js";
 
 const $ = (id) => document.getElementById(id);
-const PAUSE = 350; // milliseconds after the last keystroke before the text is read
+const PAUSE = 350; // milliseconds to wait after the last keystroke before reading the text
 
 let panels = [];
 let scale = null; // { by, bins }
@@ -18,7 +18,7 @@ const past = []; // texts that Undo restores
 
 // Reading and generating.
 
-/** Let every visible run read the text; with `write`, one of them continues it first. */
+/** Let every visible run read the text; with `write`, one run continues it first. */
 async function go({ write = false } = {}) {
   clearTimeout(timer);
   const keep = write ? null : (selection() ?? asked?.keep ?? null);
@@ -49,8 +49,8 @@ async function go({ write = false } = {}) {
 }
 
 /**
- * Fill a panel with the tokens of a response as they come, and the text field with those generated, so that none is lost
- * whatever ends the response. The panel shows errors, and keeps what it shows if the request is refused.
+ * Fill a panel with the tokens of a response as they arrive, and the text field with the generated tokens, so that none
+ * is lost however the response ends. The panel shows errors, and keeps its content if the request is refused.
  */
 async function follow(panel, request, signal) {
   panel.fail(null);
@@ -77,7 +77,7 @@ function value(id) {
   return $(id).value === "" ? null : Number($(id).value);
 }
 
-/** Returns what the runs did, a sentence for each. */
+/** Returns what the runs did, in a sentence for each. */
 function outcome(writer) {
   const said = ({ run, tokens }) => `${run.name} read ${plural(tokens.length, "token")}.`;
   const wrote = ({ run, tokens, written }) => {
@@ -118,7 +118,7 @@ function busy(writing) {
   $("text").readOnly = writing;
 }
 
-/** Mark a button as of use or not; unlike a disabled one it keeps the focus. */
+/** Mark a button as enabled or not; unlike a disabled button, it keeps the focus. */
 function enable(id, on) {
   $(id).setAttribute("aria-disabled", `${!on}`);
 }
@@ -157,7 +157,7 @@ function selection() {
   return panel < 0 ? null : { panel, token: panels[panel].selected };
 }
 
-/** Open a token of a panel, and in the others the token at the same place in the text. */
+/** Open a token of a panel, and the token at the same place in the text in the other panels. */
 function select(panel, index, show = false) {
   const open = index === null || panel.selected !== index || !show ? index : null; // a second click closes it
   for (const each of panels) {
@@ -183,7 +183,7 @@ function link() {
   history.replaceState(null, "", linked);
 }
 
-/** Restore the view from the URL, or show an example, unless a text was typed while the page loaded. */
+/** Restore the view from the URL, or show an example, unless the user typed a text while the page loaded. */
 async function restore() {
   const view = new URLSearchParams(location.hash.slice(1));
   $("text").value ||= view.get("text") ?? EXAMPLES.Code;
