@@ -229,9 +229,7 @@ def scheduled(base: Options, given: Options, context: int, tokens: int | None, o
     per_step = options["batch_size"] * options.get("accumulation", 1) * context
     if tokens is not None:
         if "steps" in given:
-            raise ValueError(
-                f"tokens={tokens} and steps={given['steps']} both set the training length; give one of them"
-            )
+            raise ValueError(f"tokens={tokens} and steps={given['steps']} both set the length; give one of them")
         if tokens < per_step:
             raise ValueError(f"tokens={tokens} is below one batch of {per_step} tokens; give at least that many")
         options["steps"] = tokens // per_step

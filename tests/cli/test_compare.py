@@ -295,7 +295,7 @@ def test_each_methods_tuned_options_are_recorded_and_kept_apart(
     assert et(*both, "--tuned", slow, "--out", one) == 0
     assert et(*both, "--tuned", fast, "--out", other) == 0
     # Other options do not continue a comparison, and runs with other options are not seeds of one method.
-    refused([*both, "--tuned", longer, "--out", one], "--tuned: expert_threshold has train.accumulation=2 and dense 1")
+    refused([*both, "--tuned", longer, "--out", one], "--tuned: expert_threshold has train.accumulation=2 but dense has 1")
     refused([*both, "--tuned", fast, "--seeds", 2, "--out", one], "matrix_lr=0.1 differs from 0.01")
     join = ["compare", "--join", one, "--join", other, "--out", joined]
     refused(join, f"--join {other}: expert_threshold has optim.matrix_lr=0.1 there and 0.01 in {one}")

@@ -206,6 +206,6 @@ def test_what_cannot_be_done_is_refused(
         refused(["data", "core"], "is not writable")
     assert et("data", "fineweb-edu", "--shards", 2) == 0
     refused(["data", "tokenizer"], "vocab_size=65536 is too large for this text")
-    refused(["data", "tokenize"], "no tokenizer.json beside fineweb-edu; make one with et data tokenizer")
+    refused(["data", "tokenize"], "no tokenizer.json next to fineweb-edu; train one with et data tokenizer")
     (cache / "fineweb-edu" / "tokenizer.json").write_text("{}")
     refused(["data", "tokenizer"], "is not a supported tokenizer")

@@ -238,7 +238,7 @@ USAGE: list[tuple[str, list[str]]] = [
     ("generate . --prompt --foo", ["--prompt: expected one argument", "see et generate --help"]),
     (
         "generate . --prompt -x",
-        ["--prompt: expected one argument; write --prompt=VALUE for a value that begins with -"],
+        ["--prompt: expected one argument; write --prompt=VALUE for a value that starts with -"],
     ),
     ("train --no-rule.debias=yes", ["--rule.debias", "ignored explicit argument 'yes'"]),
     ("train --nope", ["unknown option --nope; see et train --help"]),  # not close to --p

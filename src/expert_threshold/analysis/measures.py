@@ -30,13 +30,13 @@ def weighted_dice(a: Tensor, b: Tensor) -> float:
 
 
 def jaccard(a: Tensor, b: Tensor) -> float:
-    """Return the mean over layers and tokens of |A_t ∩ B_t| / |A_t ∪ B_t|; 1 for a token without experts."""
+    """Return the mean over layers and tokens of |A_t ∩ B_t| / |A_t ∪ B_t|; 1 for a token with no expert in either."""
     common, first, second = _sizes(a, b)
     return _ratio(common, first + second - common).mean().item()
 
 
 def dice(a: Tensor, b: Tensor) -> float:
-    """Return the mean over layers and tokens of 2 |A_t ∩ B_t| / (|A_t| + |B_t|); 1 for a token without experts."""
+    """Return the mean over layers and tokens of 2 |A_t ∩ B_t| / (|A_t| + |B_t|); 1 for a token with no experts."""
     common, first, second = _sizes(a, b)
     return _ratio(2 * common, first + second).mean().item()
 

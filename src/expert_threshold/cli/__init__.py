@@ -130,7 +130,7 @@ def _run(arguments: Sequence[str]) -> int:
 def _help() -> str:
     about = "Mixture-of-experts language models with Expert Threshold routing."
     summaries = {name: entry.summary for name, entry in COMMANDS.items()}
-    return f"{overview('et', 'COMMAND', about, summaries)}\n\nwords:\n{as_text()}"
+    return f"{overview('et', 'COMMAND', about, summaries)}\n\nglossary:\n{as_text()}"
 
 
 def overview(prog: str, metavar: str, about: str, summaries: Mapping[str, str]) -> str:

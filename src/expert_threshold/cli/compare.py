@@ -66,8 +66,8 @@ OPTIONS = [
         "tuned",
         str,
         None,
-        "A folder of et sweep, whose best options are used; may be repeated. A method without options of its own uses "
-        "those of another method with the same rule.",
+        "A folder of et sweep, whose best options are used; may be repeated. A method without options there uses "
+        "the options of another method with the same rule.",
         many=True,
     ),
     Option(

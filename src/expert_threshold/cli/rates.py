@@ -71,7 +71,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
         "active parameters",
         "MFLOPs per token",
     )
-    shown = Table(*names, caption="MFLOPs are those of the forward pass; the trained cutoffs come first")
+    shown = Table(*names, caption="MFLOPs count the forward pass; the trained cutoffs come first")
     for column in shown.columns[1:]:
         column.justify = "right"
     for path, found in results.items():

@@ -189,7 +189,7 @@ class Job(NamedTuple):
         return found
 
     def measure(self, name: str, model: Any) -> Sums:
-        """Return a model's sums by document, continuing from those saved."""
+        """Return a model's sums by document, starting from the saved sums."""
         path, shown = self.work / f"{name.replace(' ', '-')}.json", self.display.task(name)
         sums: list[tuple[float, float]] = read_json(path)["sums"] if path.exists() else []
         try:

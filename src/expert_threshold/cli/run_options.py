@@ -19,9 +19,9 @@ from .options import EVERYDAY, Option, Parser, field_options, parse
 Given = Mapping[str, Any]
 
 PRESET = Option("preset", str, DEFAULT_PRESET, f"Preset to start from: {', '.join(RUNS)}.", positional=True)
-RECIPE = Option("recipe", str, None, "Recipe to train: a run of the paper or of another project; see et recipes.")
-TOKENS = Option("tokens", Count | None, None, "Tokens to train on, in place of --steps.")
-CONFIG = Option("config", str, None, "JSON or TOML file of options, such as a run's config.json.")
+RECIPE = Option("recipe", str, None, "Recipe to use; see et recipes.")
+TOKENS = Option("tokens", Count | None, None, "Token budget instead of --steps.")
+CONFIG = Option("config", str, None, "JSON or TOML file of options. A run's config.json is one.")
 HELP = (
     "Options are named by their path, such as --optim.matrix-lr, in files and errors too. Everyday options also have a "
     "short flag; --help-all lists all options. If several places set an option, the first counts: flag, file, resumed "

@@ -20,8 +20,8 @@ def table(
 ) -> Table:
     """Return the table. results: each run's evaluation.json by path. texts: keys of further texts' results, by name.
 
-    labels: tasks of CORE. Each accuracy is followed by the centred accuracy, and each loss by training pools by the
-    causal loss on the same tokens minus it.
+    labels: tasks of CORE. Each accuracy is followed by the centred accuracy, and each loss by training pools is
+    followed by the gap to the causal loss on the same tokens.
     """
     shown = Table()
     shown.add_column(no_wrap=True)

@@ -54,7 +54,7 @@ DESCRIPTION = (
     "Search learning rates and other options for the lowest validation loss, separately per method, with optuna.\n\n"
     "The first trial has the current options, the next seven cover the space evenly (Sobol), and later trials are near "
     "good ones (TPE). After 0.4 of its steps, a trial is stopped once its best loss so far is above the median of the "
-    "other trials at that step. Repeat the command to continue a stopped sweep, or with larger --trials to add trials."
+    "other trials at that step. Repeat the command to continue a stopped sweep; increase --trials to add trials."
 )
 OPTIONS = [
     Option(

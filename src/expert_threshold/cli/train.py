@@ -55,12 +55,12 @@ OPTIONS = [
         "Run whose model, weights and tokenizer to start from, or hub:OWNER/NAME, an export on the Hugging Face hub. "
         "Cutoffs or biases are kept; warmup and decay are scaled to the new run.",
     ),
-    Option("nproc", Count | None, None, "Processes to start on this machine, one per GPU."),
+    Option("nproc", Count | None, None, "Local processes, one per GPU."),
     Option(
         "minutes",
         Minutes | None,
         None,
-        "Minutes to train for, in place of --steps. This includes validation, samples and checkpoints, but not reading "
+        "Time budget instead of --steps. It includes validation, samples and checkpoints, but not reading "
         "the text or CORE.",
     ),
 ]

@@ -107,7 +107,7 @@ class Trial(NamedTuple):
     state: finished, pruned (its best loss so far was above the median of the others), diverged, or refused (its options
     contradict each other or need too much memory). options: values by name; texts for choices. loss: final loss in nats
     per token, the mean over seeds; None unless finished. curve: (step, validation loss) of the first seed; empty if the
-    loss was copied from an earlier trial with the same options. present: True for the options before the search.
+    loss was copied from an earlier trial with the same options. present: True for the current options.
     """
 
     trial: int  # from 1

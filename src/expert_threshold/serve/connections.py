@@ -68,7 +68,7 @@ class _Bounded(H11Protocol):
 
     A connection is unfinished from its opening or last response until a whole request has arrived. The deadline for
     headers is enforced here; the deadline for bodies is in `read_body`, which can still respond to the client. Beyond
-    the limit the oldest connection is closed, not the newest, so a client that does send a request gets a response.
+    the limit the oldest connection is closed, so that even there a client that does send a request gets a response.
 
     No server provides this. uvicorn's timeout for idle connections stops at the first byte. The timeouts of Hypercorn
     and granian cover the headers, but neither server limits connections per address or lets code do so.

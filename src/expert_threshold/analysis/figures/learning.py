@@ -162,7 +162,7 @@ def batch_size_scaling(material: Material) -> Data:
 
 
 def comparable_cores(sections: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """Return CORE from the `core` sections of evaluation.json with the settings of the first that has it, else None."""
+    """Return CORE from each `core` section with the same settings as the first section that has CORE, else None."""
     asked = [{name: core.get(name) for name in ("bundle", "max_per_task", "baselines")} for core in sections]
     first = next((mine for core, mine in zip(sections, asked, strict=True) if core.get("metric") is not None), None)
     return [core.get("metric") if mine == first else None for core, mine in zip(sections, asked, strict=True)]

@@ -56,7 +56,7 @@ KINDS = {name: METHODS[method.colour] for name, method in OF_PAPER.items() if me
 ONE_LAYER: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (3, 1.5)), "alpha": 0.75}  # of many
 WARMUP: dict[str, Any] = {"color": MUTED, "linewidth": 0.7, "linestyle": (0, (2, 2))}  # the end of warmup
 TARGET: dict[str, Any] = {"color": INK, "linewidth": 0.7, "linestyle": (0, (2, 2))}  # a target
-DASHES = ("-", (0, (4, 1.6)), (0, (1, 1.4)), (0, (5, 1.4, 1, 1.4)))  # of methods of one kind
+DASHES = ("-", (0, (4, 1.6)), (0, (1, 1.4)), (0, (5, 1.4, 1, 1.4)))  # for methods of the same kind
 
 STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
@@ -97,7 +97,7 @@ STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
     "svg.fonttype": "none",
-    "svg.hashsalt": "expert-threshold",  # the same figure is the same file
+    "svg.hashsalt": "expert-threshold",  # so that identical figures give identical files
 }
 """matplotlib's settings; they must be active while a figure is drawn and saved."""
 OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Micro Hei", "Noto Emoji", "Symbola")

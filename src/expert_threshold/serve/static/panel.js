@@ -355,7 +355,7 @@ export class Panel {
   #routing() {
     const line = this.#hasCutoffs()
       ? "the cutoff"
-      : "the lowest chosen score" + (this.run.layers.some(({ biases }) => biases) ? ", less the bias" : "");
+      : "the lowest chosen score" + (this.run.layers.some(({ biases }) => biases) ? ", minus the bias" : "");
     const table = make("details", {}, make("summary", {}, "All numbers"));
     table.addEventListener("toggle", () => table.open && table.childElementCount === 1 && table.append(this.#table()));
     return [
