@@ -1,4 +1,4 @@
-"""Commands in this process: one corpus and one small run for all of them."""
+"""Fixtures for commands run in this process: one corpus and one small run, shared by all tests."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def run(small: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(run: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be changed."""
+    """A copy of the run that a test may change."""
     return Path(shutil.copytree(run, tmp_path / "copy"))
 
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each of some rules, by its name, and their text. No test may change them."""
+    """A run of each of several rules, by name, and their text. No test may change them."""
     folder = tmp_path_factory.mktemp("made")
     text = write_text(folder / "corpus.jsonl")
     for name in ("dense", "token_choice", "expert_choice", "expert_threshold"):

@@ -29,7 +29,7 @@ def test_a_run_is_audited_in_one_line(run: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_training_that_looks_ahead_gives_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Expert threshold competes for experts, as expert choice does, until it is warm."""
+    """During warmup, tokens compete for experts in expert threshold as in expert choice."""
     assert et("audit", run, "--tokens", 200, "--training", "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert found["leaks"]

@@ -1,4 +1,4 @@
-"""`et calibrate`: cutoffs for a model that has none, or others, from text and without training."""
+"""`et calibrate`: new cutoffs for a model with or without cutoffs, from text and without training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def forget(model: GPT) -> GPT:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of each rule, those with cutoffs without any. No test may change them."""
+    """A run of each rule, with cutoffs reset. No test may change them."""
     folder = tmp_path_factory.mktemp("made")
     text = write_text(folder / "corpus.jsonl")
     for name in ("dense", "token_choice", *BY_CUTOFF):
@@ -64,7 +64,7 @@ def test_cutoffs_are_the_mean_of_the_pools_k_th_largest_scores(name: str) -> Non
 
 @pytest.mark.parametrize("name", BY_CUTOFF)
 def test_deeper_cutoffs_are_measured_with_the_rules_own_gates(name: str) -> None:
-    """They were measured with sigmoid gates."""
+    """Regression: they were measured with sigmoid gates."""
     options = {"gate": "softmax", "null_scores": 2}
     model, tokens = small_model(replace(RULES[name], **options)), tokens_of(1)
     calibrate(model, [(tokens, tokens)])
@@ -129,7 +129,7 @@ def test_calibrating_twice_gives_the_same(made: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def untold(made: Path, tmp_path: Path) -> Path:
-    """A run that records no training, as one that was imported."""
+    """A run that records no training, like an imported one."""
     run = Path(shutil.copytree(made / "expert_choice", tmp_path / "run"))
     with edit(run / "config.json") as config:
         for section in ("data", "train", "corpus"):
@@ -164,7 +164,7 @@ def test_without_a_batch_there_is_nothing_to_measure() -> None:
 
 
 def test_a_run_without_a_layer_of_experts_is_refused(untold: Path, refused: Refused, tmp_path: Path) -> None:
-    """It was calibrated, and then the mean over no layers failed."""
+    """Regression: the run was calibrated before the mean over no layers failed."""
     with edit(untold / "config.json") as config:
         config["model"]["dense_layers"] = config["model"]["layers"]
     refused(["calibrate", untold, "--to", tmp_path / "new"], f"et calibrate: {untold} has no experts")

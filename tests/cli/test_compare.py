@@ -1,4 +1,4 @@
-"""`et compare`: runs that differ in nothing but the method, a table that says what they measured, and interruptions."""
+"""`et compare`: runs that differ only in the method, a table of what they measured, and interruptions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def command(small: Options) -> Options:
 
 @pytest.fixture(scope="module")
 def finished(command: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The comparison of that command. No test may change it."""
+    """The comparison that the command makes. No test may change it."""
     out = tmp_path_factory.mktemp("comparison") / "out"
     with contextlib.redirect_stdout(io.StringIO()):
         assert et(*command, "--out", out) == 0
@@ -92,7 +92,7 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def again(command: Options, copy: Path) -> Options:
-    """The command that made the comparison, for its copy."""
+    """The command that made the comparison, applied to a copy."""
     return [*command, "--out", copy]
 
 
@@ -188,7 +188,7 @@ def test_an_outlier_does_not_flatten_the_figure_of_differences() -> None:
     assert [text.get_text() for text in near.texts] == ["+0.700 ± 3.000"]
     cut = draw_differences([close, also, also, wide], "base", 0.01).axes[0]
     arrows = {line.get_marker(): line.get_xdata() for line in cut.lines if line.get_marker() in ("<", ">")}
-    assert arrows == {"<": [-cut.get_xlim()[1]], ">": [cut.get_xlim()[1]]}  # of "wide", which goes on beyond them
+    assert arrows == {"<": [-cut.get_xlim()[1]], ">": [cut.get_xlim()[1]]}  # of "wide", which extends beyond them
     assert [line.get_xdata() for line in near.lines if line.get_marker() in ("<", ">")] == [[-near.get_xlim()[1]]]
     diverged = Judged("diverged", 3, None, None, None, None, None, None)
     assert (
@@ -223,7 +223,7 @@ def test_of_many_methods_the_paper_s_and_the_lowest_are_named() -> None:
 
 
 def test_methods_without_a_last_loss_are_drawn_among_many() -> None:
-    """A diverged run ended a finished comparison in a traceback, before its page was written."""
+    """Regression: a diverged run ended a finished comparison with a traceback before its page was written."""
     lost = [entry("diverged", 1.0), entry("never validated", 1.0)]
     lost[0]["points"][-1][1] = None
     lost[1]["points"] = []
@@ -294,12 +294,12 @@ def test_each_methods_tuned_options_are_recorded_and_kept_apart(
     one, other, thin, joined = (tmp_path / name for name in ("one", "other", "thin", "joined"))
     assert et(*both, "--tuned", slow, "--out", one) == 0
     assert et(*both, "--tuned", fast, "--out", other) == 0
-    # Other options do not continue a comparison, and runs with other options are not seeds of one method.
-    refused([*both, "--tuned", longer, "--out", one], "--tuned: expert_threshold has train.accumulation=2 but dense has 1")
+    # A comparison cannot be continued with other options, and runs with other options are not seeds of one method.
+    refused([*both, "--tuned", longer, "--out", one], "--tuned: expert_threshold has train.accumulation=2 but dense")
     refused([*both, "--tuned", fast, "--seeds", 2, "--out", one], "matrix_lr=0.1 differs from 0.01")
     join = ["compare", "--join", one, "--join", other, "--out", joined]
     refused(join, f"--join {other}: expert_threshold has optim.matrix_lr=0.1 there and 0.01 in {one}")
-    # The same options continue it, with some of its methods, too; what differs in size has a name of its own.
+    # The same options continue it, also with only some of its methods; methods of other sizes get their own name.
     assert et("compare", *small, "--rules", "expert_threshold", "--tuned", fast, "--out", other) == 0
     assert [run["method"] for run in record_of(other)["runs"]] == ["dense", "expert_threshold"]
     assert et("compare", *small, "--rules", "expert_threshold", "--tuned", narrow, "--out", thin) == 0
@@ -523,7 +523,7 @@ def test_a_folder_that_is_no_comparison_is_refused(small: Options, refused: Refu
 def test_the_work_ahead_is_announced_before_the_text_is_read(
     small: Options, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder that holds nothing but a stale lock may become a comparison; a failed command empties it."""
+    """A folder that holds only a stale lock may become a comparison; a failed command leaves it empty."""
     config, out = finished / "dense" / "seed_0" / "config.json", tmp_path / "out"
     out.mkdir()
     (out / ".lock").write_text("process 1 on elsewhere")
@@ -563,7 +563,7 @@ DAMAGE: list[tuple[str, Any, list[str]]] = [
 def test_a_damaged_file_is_named_and_nothing_is_changed(
     name: str, damage: Any, parts: list[str], again: Options, copy: Path, refused: Refused
 ) -> None:
-    """damage: the file's content, or what is set at a place in its last record."""
+    """damage: the file's content, or a value to set in its last record."""
     path = copy / name
     if isinstance(damage, bytes):
         path.write_bytes(damage)
@@ -659,7 +659,7 @@ def test_a_curve_is_the_mean_over_seeds_where_all_were_validated() -> None:
 
 
 def test_flops_follow_the_fanout_of_each_step(copy: Path) -> None:
-    """The fanout drifts: twice as many experts in the last two of four steps, over the same mean."""
+    """The fanout drifts: the last two of four steps use twice as many experts, with the same mean."""
     run = RunFolder.open(copy / "expert_threshold" / "seed_0")
     records = run.metrics.read()
     for record in records:
@@ -757,7 +757,7 @@ def test_joined_rows_name_their_number_of_experts_and_of_steps_and_note_several_
         record(copy, path, value)
     told = "64 experts of 8, 4 shared, experts at rate 0.01, fanout norm"
     assert [*rows_of(join)] == [*CHOSEN, *(f"{method} ({told})" for method in CHOSEN[1:])]
-    usual = "4 experts of 64, 1 shared, experts at the usual rate and no norm where no other is named"
+    usual = "4 experts of 64, 1 shared, experts at the usual rate and no norm unless another is named"
     for page in ("compare.html", "compare.md"):
         text = (tmp_path / "out" / page).read_text()
         assert f"{__version__} and 9.9" in text
@@ -767,7 +767,7 @@ def test_joined_rows_name_their_number_of_experts_and_of_steps_and_note_several_
 def test_a_run_in_two_joined_folders_is_taken_once_or_the_difference_named(
     finished: Path, join: Options, copy: Path, refused: Refused
 ) -> None:
-    """Dense is the same run beside any number of experts, and could not be joined with itself."""
+    """Regression: dense runs are the same for any number of experts, but could not be joined."""
     record(copy, "rule.num_experts", 64, but="dense")
     assert rows_of(join) == dict.fromkeys([*CHOSEN, *(f"{method} (64 experts of 64)" for method in CHOSEN[1:])], 2)
     path = copy / "dense" / "seed_1" / "metrics.jsonl"
@@ -787,10 +787,10 @@ def test_runs_of_one_name_have_one_recipe_whatever_their_seeds(join: Options, co
 def test_runs_that_started_from_another_run_have_a_row_of_their_own(
     join: Options, copy: Path, refused: Refused, again: Options, tmp_path: Path
 ) -> None:
-    """They counted as further seeds of the runs from scratch."""
+    """Regression: they counted as further seeds of the runs from scratch."""
     record(copy, "init_from", "/runs/first", seeds=10)
     assert rows_of(join) == dict.fromkeys([*CHOSEN, *(f"{method} (initialised)" for method in CHOSEN)], 2)
-    assert "from scratch where no other is named" in (tmp_path / "out" / "compare.md").read_text()
+    assert "from scratch unless another is named" in (tmp_path / "out" / "compare.md").read_text()
     refused(again, "init_from=None differs from '/runs/first'", str(copy))
 
 
@@ -809,14 +809,14 @@ def test_a_name_tells_the_sizes_that_most_runs_do_not_have() -> None:
     runs = [("relu", few), ("dense", dense), ("relu", many), ("top_p", many)]
     names, usual = names_with_sizes(runs)
     assert names == ["relu (4 experts of 8)", "dense (9 steps)", "relu", "top_p"]
-    assert usual == "64 experts of 8 and 4 steps where no other is named"
+    assert usual == "64 experts of 8 and 4 steps unless another is named"
     assert names_with_sizes(runs[2:]) == (["relu", "top_p"], "")
 
 
 def test_seconds_of_different_machines_are_not_compared(
     join: Options, small: Options, copy: Path, tmp_path: Path
 ) -> None:
-    """Neither of comparisons that are joined nor of one that is continued elsewhere."""
+    """Neither when comparisons are joined nor when one is continued on another machine."""
     record(copy, "machine.cpu", "another", seeds=10)
     assert et(*join) == 0
     assert et("compare", *small, "--rules", "token_choice", "--seeds", 1, "--out", copy) == 0

@@ -45,7 +45,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def evaluated(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was evaluated, and has two steps to go and an event. No test may change it."""
+    """An evaluated run with an event and two steps left to train. No test may change it."""
     folder = RunFolder.open(shutil.copytree(run, tmp_path_factory.mktemp("run") / "run"))
     shutil.rmtree(folder.path / "checkpoints" / "step_000004")
     folder.metrics.truncate_after(2)
@@ -67,7 +67,7 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_reported(run: Path, copy: Path, name: str, data: bytes | None, command: str) -> None:
-    """Assert that with `data` as that file the command works, or fails with one line and changes nothing."""
+    """Assert that, with `data` in the file, the command works, or fails with one line and changes nothing."""
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(run, copy)
     (copy / name).unlink()
@@ -95,7 +95,7 @@ def test_a_file_that_is_cut_replaced_or_lost(name: str, command: str, evaluated:
 
 
 def places(value: Any) -> Iterator[tuple[str | int, ...]]:
-    """The path of everything in a JSON value; of a list the first."""
+    """The path of every element of a JSON value; only the first element of each list."""
     inner = value.items() if isinstance(value, dict) else list(enumerate(value))[:1] if isinstance(value, list) else []
     for key, item in inner:
         yield (key,)
@@ -120,7 +120,7 @@ def test_a_record_with_something_missing_or_else_in_it(data: st.DataObject, eval
 
 
 def test_a_dead_expert_without_a_number_is_reported(evaluated: Path, tmp_path: Path) -> None:
-    """A list for the layer ended `et train --resume` in a TypeError."""
+    """Regression: a list in place of a layer ended `et train --resume` with a TypeError."""
     whole = (evaluated / "metrics.jsonl").read_bytes()
     for spoiled in ({"layer": []}, {"expert": {}}, {"expert": None}):
         event = {"step": 1, "split": "event", "event": "dead_expert", "layer": 1, "expert": 2, **spoiled}

@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A download that always works: shards, and the eval bundle."""
+    """A download of shards and the eval bundle that always works."""
 
     def content(name: str) -> bytes:
         buffer = io.BytesIO()
@@ -137,7 +137,7 @@ def test_more_shards_do_not_change_the_runs_that_began_before(
 def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_it(
     refused: Refused, tmp_path: Path
 ) -> None:
-    """It was written beside the folder and looked for beside the shards."""
+    """Regression: it was written next to the folder, but looked for next to the shards."""
     shards = write_shards(tmp_path / "text" / "data")
     assert et("data", "tokenizer", tmp_path / "text", "--vocab-size", 270) == 0
     assert et("data", "tokenize", tmp_path / "text", "--out", tmp_path / "tokens") == 0

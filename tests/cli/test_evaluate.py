@@ -1,4 +1,4 @@
-"""The command `et evaluate`: what it measures, writes and does not do twice, and what it refuses in one line."""
+"""`et evaluate`: what it measures and writes, does not do twice, and refuses in one line."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_harness_tasks_keep_the_saved_results_of_others(runs: Path) -> None:
 def test_a_core_belongs_to_one_bundle_and_its_tasks(
     runs: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The CORE of a second bundle, of one task, stood beside the tasks of both, and an exported card repeated it."""
+    """Regression: the CORE of a second bundle, with one task, was shown with both bundles' tasks, also on a card."""
     run = runs / "threshold"
     one = Path(shutil.copytree(bundle, tmp_path / "one"))
     (one / "core.yaml").write_text(CORE_YAML[: CORE_YAML.index("-\n  label: animals")])
@@ -286,7 +286,7 @@ def test_a_core_belongs_to_one_bundle_and_its_tasks(
 def test_results_of_other_steps_and_dtypes_are_kept(
     runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An evaluation of another checkpoint, or in another dtype, replaced them."""
+    """Regression: an evaluation of another checkpoint, or in another dtype, replaced them."""
     run = runs / "threshold"
     cases = [(4, "float32"), (2, "float32"), (4, "bfloat16")]
 
@@ -317,7 +317,7 @@ def test_results_of_another_model_are_forgotten(name: str, runs: Path) -> None:
 
 
 def test_results_of_other_options_of_the_model_are_not_its_own(runs: Path) -> None:
-    """The same weights with another scale of queries had the same name."""
+    """Regression: the same weights with another scale of queries had the same key."""
     model, tokenizer = load_model(runs / "threshold")
     names = []
     for scale in (1.0, 2.0):
@@ -375,7 +375,7 @@ def test_what_cannot_be_done_is_refused(
 def test_a_run_whose_text_has_changed_is_gone_or_unknown_is_refused_with_the_remedy(
     copy: Path, text: Path, refused: Refused, tmp_path: Path
 ) -> None:
-    """A text that is gone had the remedy of `et train`: another text."""
+    """Regression: for a missing text, the remedy was that of `et train`, another text."""
     own = tmp_path / "own.jsonl"
     own.write_text(text.read_text() + '{"text": "more"}\n')
     with edit(copy / "config.json") as config:

@@ -67,7 +67,7 @@ def test_equivalence_errs_at_most_as_often_as_stated() -> None:
 
 
 def test_corrected_verdicts_have_holms_probabilities() -> None:
-    """Worked out by hand: 0.01 · 3, then 0.02 · 2, then 0.03 · 1, which may not fall below the one before."""
+    """Worked out by hand: 0.01 · 3, then 0.02 · 2, then 0.03 · 1, which must not be less than the one before."""
     assert holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
     assert holm([0.9, 0.8]) == [1, 1]
 
@@ -93,7 +93,7 @@ def test_the_spread_of_few_seeds_is_pooled_over_methods_as_in_an_analysis_of_var
 
 
 def test_differences_are_of_the_same_seed() -> None:
-    """The seeds' own spread, 1 nat, cancels."""
+    """The spread between seeds, 1 nat, cancels."""
     losses = {0: 3.0, 1: 4.0, 2: 5.0}
     runs = [result("base", seed, [9, loss]) for seed, loss in losses.items()]
     runs += [result("other", seed, [9, losses[seed] - 0.1 - seed / 1000]) for seed in (2, 0, 1)]

@@ -60,7 +60,7 @@ HELP = {
 
 
 def unwrapped(help_text: str) -> str:
-    """Without the line ends."""
+    """Return the text without line breaks."""
     return " ".join(help_text.split())
 
 
@@ -80,7 +80,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", HELP)
 def test_help_shows_every_option_with_its_default_and_every_value_that_has_a_name(command: str) -> None:
-    """--dispatch listed three of its five names, PRESET its default alone, and --recipe broke names in two."""
+    """Regression: --dispatch listed three of five names, PRESET only its default, and --recipe broke names in two."""
     text, offered = HELP[command]
     assert text.startswith(f"usage: et {command}")
     for each in offered:
@@ -134,7 +134,7 @@ class Clashing(TokenChoice):
 def test_help_shows_the_options_of_the_chosen_rule_alone_which_may_have_the_names_of_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--seed was the run's alone, and the rule's could not be given."""
+    """Regression: --seed meant only the run's seed, and the rule's seed could not be set."""
     monkeypatch.setitem(RULES._rules, "clashing", Clashing)  # type: ignore[attr-defined]
     arguments = ["tiny", "--rule", "clashing", "--seed", "7", "--rule.seed", "9", "--rule.out", "none"]
     config = resolve_run(parse_run("et train", "", train_command.OPTIONS, arguments))
@@ -151,7 +151,7 @@ def test_help_shows_the_options_of_the_chosen_rule_alone_which_may_have_the_name
 def test_help_is_a_screen_and_a_half_and_names_every_everyday_option_and_the_precedence(
     rule: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It had 422 lines."""
+    """Regression: it had 422 lines."""
     monkeypatch.setenv("COLUMNS", "80")
     assert et("train", "--rule", rule, "--help") == 0
     text = capsys.readouterr().out
@@ -305,8 +305,8 @@ def test_a_line_that_cannot_be_understood_is_refused(
 def test_an_empty_text_is_refused_by_the_name_that_was_typed(
     command: str, option: Option, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty --rules was called an unknown method, an empty RUN a folder without a name, an empty --to the one that
-    is there already."""
+    """Regression: an empty --rules was called an unknown method, an empty RUN a folder without a name, and an empty
+    --to a folder that already exists."""
     monkeypatch.chdir(tmp_path)
     typed = "" if option.positional else f"{option.flag}="
     others = [f"{other.flag}=x" for other in HELP[command][1] if other.required and not other.positional]
@@ -317,7 +317,7 @@ def test_an_empty_text_is_refused_by_the_name_that_was_typed(
 def test_a_file_whose_section_is_no_object_is_refused(
     command: str, run: Path, refused: Refused, tmp_path: Path
 ) -> None:
-    """et sweep and --init-from looked into the section first, and ended with a traceback."""
+    """Regression: et sweep and --init-from read the section first and ended with a traceback."""
     (file := tmp_path / "odd.json").write_text('{"model": 5, "train": 5}')
     arguments = [run if word == "RUN" else word for word in command.split()]
     refused([*arguments, "--config", file], f"--config {file}: section 'model'", "not 5")
@@ -342,7 +342,7 @@ def test_a_rule_s_option_that_is_none_is_named_with_its_file(refused: Refused, t
     ],
 )
 def test_a_file_is_json_or_toml_and_may_begin_with_a_byte_order_mark(name: str, text: str, tmp_path: Path) -> None:
-    """Some editors of Windows write one, and the file was called neither JSON nor TOML."""
+    """Regression: some Windows editors write one, and the file was called neither JSON nor TOML."""
     (tmp_path / name).write_text(text, encoding="utf-8-sig")
     train = resolve_run({"config": str(tmp_path / name)}).train
     assert (train.seed, train.eval_every) == (7, None)
@@ -442,7 +442,7 @@ def test_a_new_folder_that_fails_leaves_none_of_its_parents(tmp_path: Path) -> N
 
 
 def test_the_working_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files were in a folder that the shell did not see: it stood in the one that had been replaced."""
+    """Regression: the files were in a folder invisible to the shell, whose working folder had been replaced."""
     monkeypatch.chdir(tmp_path)
     for to in (".", tmp_path):
         with pytest.raises(ValueError, match=f"--to {to}: is the working folder; name a new folder"), new_folder(to):

@@ -33,7 +33,7 @@ GIB = 2**30
 
 @functools.cache
 def plan(*arguments: str) -> dict[str, Any]:
-    """Return the JSON that `et plan` prints; no weight may be made, since those of d20 would take 10 GB."""
+    """Return the JSON that `et plan` prints; no weight may be allocated, since d20's would take 10 GB."""
     told = io.StringIO()
     with mock.patch.multiple(GPT, to_empty=None, init_weights=None), contextlib.redirect_stdout(told):
         assert et("plan", *arguments, "--json") == 0
@@ -61,7 +61,7 @@ def buffers_of_one_thread(threads: None) -> None:
 
 
 def measured(config: RunConfig, dtype: torch.dtype, folder: Path) -> int:
-    """The most bytes that torch's CPU allocator has given out at a time, in two steps of training."""
+    """The peak number of bytes allocated by torch's CPU allocator in two steps of training."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = GPT(config.model, dtype)
@@ -88,10 +88,10 @@ def measured(config: RunConfig, dtype: torch.dtype, folder: Path) -> int:
 
 
 WIDE: dict[str, Any] = {"layers": 2, "vocab_size": 512}
-"""So wide that backward is the moment that needs most."""
+"""Wide enough that memory peaks in the backward pass."""
 WINDOWED: dict[str, Any] = {"layers": 3, "d_model": 32, "heads": 1, "kv_heads": 1, "d_feed_forward": 32}
 WINDOWED |= {"vocab_size": 64, "context": 768, "windows": "SSL", "short_window": 100}
-"""In float32 the masks are a fifth of the whole."""
+"""In float32, the masks are a fifth of the total."""
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
@@ -159,7 +159,7 @@ def test_the_memory_of_a_step_is_within_15_percent_of_what_the_allocator_counts(
     ],
 )
 def test_so_is_that_of_the_papers_models_of_a_count_without_data(arguments: str, peaks: list[float]) -> None:
-    """GiB, by adding up every tensor that a step's operators made on the meta device (November 2026)."""
+    """GiB, the sum of all tensors that the operators of a step made on the meta device (November 2026)."""
     found = plan(*arguments.split())["memory"]
     assert [parts["peak"] / GIB for parts in found.values()] == pytest.approx(peaks, rel=0.15)
 
@@ -270,7 +270,7 @@ def test_a_free_fanout_is_told_with_the_plan(capsys: pytest.CaptureFixture[str])
     "rule", ["dense", "token_choice", "expert_choice", "expert_threshold", "expert_threshold --rule.pool batch"]
 )
 def test_a_gpus_micro_batch_is_that_of_training(rule: str) -> None:
-    """Rules whose tokens compete on a rank get whole micro-batches, which the plan had split."""
+    """Regression: rules whose tokens compete on a rank get whole micro-batches, which the plan split."""
     arguments = ["d12", "--rule", *rule.split(), "--batch-size", "32", "--accumulation", "4", "--gpus", "2"]
     found = plan(*arguments)
     pool = {"rule.pool": "batch"} if "--rule.pool" in rule else {}
@@ -320,7 +320,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
 
 
 def test_a_files_options_of_the_rule_stay_where_a_flag_names_the_same_rule(tmp_path: Path) -> None:
-    """They were dropped where neither recipe nor file had named the default rule."""
+    """Regression: they were dropped if neither recipe nor file named the default rule."""
     (tmp_path / "file.json").write_text('{"rule": {"decay": 0.3}}')
     for flags in ({}, {"rule.name": "expert_threshold"}):
         rule = resolve_run({"preset": "tiny", "config": str(tmp_path / "file.json")} | flags).model.rule
@@ -337,6 +337,6 @@ def test_a_plan_of_a_file_alone_claims_no_preset(run: Path, capsys: pytest.Captu
 
 
 def test_a_narrow_model_has_one_head() -> None:
-    """--d-model 30 was refused as heads=0, which nobody had typed."""
+    """Regression: --d-model 30 was refused as heads=0, which nobody had typed."""
     assert plan("quickstart", "--d-model", "30")["steps"]
     assert resolve("quickstart", {"model.d_model": 30}).model.heads == 1

@@ -1,4 +1,4 @@
-"""`et serve`: what it serves and to whom, where it listens, and what it refuses."""
+"""`et serve`: what it serves to whom, where it listens, and what it refuses."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_runs_are_compared_under_names_of_their_own(path: Path, tmp_path: Path) 
 
 
 def test_samples_have_one_temperature_unless_told() -> None:
-    """At 0.8, the default before, small models repeat themselves five times as often as text does."""
+    """At 0.8, the former default, small models repeat themselves five times as often as real text does."""
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     field = re.search(r'id="temperature"[^>]* value="([^"]*)"', page)
     assert field is not None

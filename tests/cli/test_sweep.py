@@ -202,8 +202,8 @@ def test_a_stopped_sweep_resumes_and_equals_one_that_never_stopped(
 
 
 def test_a_killed_sweep_resumes_with_the_same_trials(command: Options, finished: Path, copy: Path) -> None:
-    """The process was killed during the last trial, in the middle of a line of the journal; and between choosing the
-    first trial and beginning it, which left its choice to the next one, and all that followed moved by one."""
+    """The process is killed in the middle of a journal line of the last trial, or between choosing the first trial and
+    starting it. Regression: the latter passed its choice on to the next trial, and shifted all trials by one."""
     import optuna
 
     journal = copy / sweep.STUDIES
@@ -242,7 +242,7 @@ def test_a_diverging_trial_is_recorded_with_its_reason_and_the_others_continue(
 def test_a_trial_that_runs_out_of_memory_is_recorded_and_the_others_continue(
     small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ended the sweep, and the same command tried it again: no later trial was ever made."""
+    """Regression: it ended the sweep, and the same command tried it again, so no later trial was ever run."""
     out = tmp_path / "out"
     space = ["--space", "model.d_expert=16|1000000000000", "--trials", 4]  # more bytes than an address space has
     assert et("sweep", *small, *space, "--out", out) == 0
@@ -381,14 +381,14 @@ def test_the_best_options_leave_out_what_a_rule_scales_to_a_runs_length() -> Non
 
 
 def test_a_warmup_beyond_the_presets_run_is_among_the_best_options() -> None:
-    """The best options were checked as a run of the preset's length, which refused the warmup: no file was written."""
+    """Regression: the best options were checked for the preset's length, which rejected the warmup."""
     given = {"preset": "tiny", "train.steps": 101, "optim.adamw_warmup_steps": 101}
     best = recommended(given, [RATE], {"optim.matrix_lr": 0.02})
     assert best["optim"] == {"matrix_lr": 0.02, "adamw_warmup_steps": 101}
 
 
 def test_a_value_that_was_searched_is_among_the_best_options_even_if_it_is_usual() -> None:
-    """A warmup that the preset's run has, too, was left out, and a run of another length scaled it."""
+    """Regression: a warmup equal to the preset's was left out, so a run of another length scaled it."""
     space = ["optim.adamw_warmup_steps=5|10", "rule.warmup_steps=10|20"]
     best = {"optim.adamw_warmup_steps": 10, "rule.warmup_steps": 20}
     assert recommended({"preset": "tiny", "train.steps": 50}, space, best) == {
@@ -398,7 +398,7 @@ def test_a_value_that_was_searched_is_among_the_best_options_even_if_it_is_usual
 
 
 def test_an_option_that_was_fixed_stays_fixed_in_a_run_of_another_length(tmp_path: Path) -> None:
-    """The preset has 0.02 at its own length and 0.06 at 250 steps: the best options lost a rate fixed at 0.02."""
+    """Regression: the preset has 0.02 at its own length and 0.06 at 250 steps; a rate fixed at 0.02 was lost."""
     (tmp_path / "own.json").write_text('{"optim": {"head_lr": 0.008}}')
     given = {"preset": "quickstart", "optim.matrix_lr": 0.02, "config": str(tmp_path / "own.json")}
     best = recommended(given, ["optim.embed_lr=0.2..0.4:log"], {"optim.embed_lr": 0.3})
@@ -485,7 +485,7 @@ def test_the_page_has_a_row_and_figures_for_each_method_and_is_left_out_without_
 
 
 def test_every_finished_trial_is_drawn_and_choices_that_are_numbers_stand_in_their_order(drawn: None) -> None:
-    """Trials above the axis were left out, and 16 stood before 4."""
+    """Regression: trials above the axis were left out, and 16 came before 4."""
     from expert_threshold.compare.sweep_page import draw_options
 
     losses = {"4": 3.0, "16": 3.01, "8": 9.0}

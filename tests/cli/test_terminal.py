@@ -1,4 +1,4 @@
-"""Commands print wherever their output goes, and say in one line what they lack."""
+"""Commands can print wherever their output goes, and report in one line what is missing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_terminal_of_no_columns_is_one_of_unknown_width(
 
 @pytest.fixture
 def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user of a container that has no entry for it."""
+    """A container user without an entry in the user database."""
 
     def unknown(uid: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")

@@ -1,4 +1,4 @@
-"""`et train`: what it prints, begins, resumes and refuses, and what it never harms."""
+"""`et train`: what it prints, starts, resumes and refuses, and what it never harms."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_config_of_a_run_repeats_it(run: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def part(copy: Path) -> Path:
-    """A run with two of its four steps to go."""
+    """A run with two of its four steps left to train."""
     shutil.rmtree(copy / "checkpoints" / "step_000004")
     return copy
 
@@ -136,7 +136,7 @@ def test_a_run_whose_text_lies_elsewhere_is_resumed(
 def test_a_run_without_its_checkpoints_is_not_trained_again(copy: Path, refused: Refused) -> None:
     shutil.rmtree(copy / "checkpoints")
     refused(["train", "--resume", copy], f"{copy / 'checkpoints'}: missing or empty", "copy")
-    (copy / "report.html").unlink()  # as a run that was killed before its first checkpoint
+    (copy / "report.html").unlink()  # like a run killed before its first checkpoint
     assert et("train", "--resume", copy) == 0
     assert content(copy)[LAST]
 
@@ -164,7 +164,7 @@ def test_a_run_begins_with_another_ones_model(text: Path, run: Path, tmp_path: P
 
 
 def test_a_run_begun_from_another_has_warmup_and_decay_of_its_own_length(tmp_path: Path) -> None:
-    """It had those of the other run's length, and the other run's steps behind it."""
+    """Regression: they had the other run's length, and counted its steps as already done."""
     first = tmp_path / "first"
     RunFolder.create(first).write_config(resolve("d12").to_dict())
 
@@ -246,7 +246,7 @@ def write(name: str, text: str) -> Callable[[Path], object]:
 
 
 def change(path: str, value: object) -> Callable[[Path], object]:
-    """Change what stands in the run's configuration."""
+    """Change the configuration of the run."""
 
     def changed(run: Path) -> None:
         with edit(run / "config.json") as config:

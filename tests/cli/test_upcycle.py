@@ -1,4 +1,4 @@
-"""`et upcycle`: a dense run becomes the start of a Mixture-of-Experts one."""
+"""`et upcycle`: a dense run becomes the start of a Mixture-of-Experts run."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_dense_run_is_upcycled_and_trained_on(tmp_path: Path) -> None:
     logged = {run: lines(run / "metrics.jsonl") for run in (dense_run, moe_run)}
     losses = [line["loss"] for line in logged[moe_run] if line["split"] == "train"]
     validated = {run: [line["loss"] for line in logged[run] if line["split"] == "validation"] for run in logged}
-    assert losses[0] < logged[dense_run][0]["loss"]  # what was learned is there
+    assert losses[0] < logged[dense_run][0]["loss"]  # it keeps what the dense run learned
     assert validated[moe_run][-1] < validated[dense_run][-1]
     trained = load_model(moe_run)[0]
     assert all(moe.experts.down.any() for _, moe in trained.moe_layers())

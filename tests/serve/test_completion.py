@@ -1,4 +1,4 @@
-"""Requests that /v1/completions understands and those that it refuses."""
+"""Which requests /v1/completions accepts, and which it rejects."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_bad_field_is_named(fields: dict[str, Any], status: int, param: str, p
     ],
 )
 def test_a_bad_field_is_told_in_plain_words(fields: dict[str, Any], message: str, parser: Parser) -> None:
-    """pydantic counted the items of a dictionary after validation, and named an empty field by its value."""
+    """Regression: pydantic counted dictionary items after validation, and named an empty field by its value."""
     assert refusal(parser, **fields).message == message
 
 
@@ -219,7 +219,7 @@ def attempt(parser: Parser, body: bytes) -> Completion | ApiError:
 @given(fields=st.dictionaries(NAMES | st.text(max_size=3), VALUES, max_size=6), known=st.booleans())
 @settings(max_examples=200)
 def test_whatever_is_asked_is_understood_or_refused(fields: dict[str, Any], known: bool, parser: Parser) -> None:
-    """And what is understood the engine takes, within the limits."""
+    """The engine accepts every request that is parsed, within the limits."""
     body = json.dumps(fields | ({"model": "small"} if known else {})).encode()
     asked = attempt(parser, body)
     if isinstance(asked, ApiError):
@@ -232,7 +232,7 @@ def test_whatever_is_asked_is_understood_or_refused(fields: dict[str, Any], know
         assert len(request.prompt) + request.max_tokens <= CONTEXT
 
 
-# Answers.
+# Responses.
 
 
 def step(token: int, text: str, finish: Any = None, logprob: float | None = -1.0) -> Step:
@@ -240,12 +240,12 @@ def step(token: int, text: str, finish: Any = None, logprob: float | None = -1.0
 
 
 def test_tokens_are_reported_with_their_text_offsets(parser: Parser, tokenizer: Tokenizer) -> None:
-    """The steps of an é, cut in two by its bytes, and of what comes around it."""
+    """The steps of an é, split between its two bytes, and of the text around it."""
     asked = parse(parser, prompt="a", echo=True, logprobs=2)
     (choice,) = Answer(asked, tokenizer).choices
     first = choice.piece([step(tokenizer.bos, "", logprob=None), step(97, "a")], [], finished=False)
     assert first["text"] == "a"
-    assert first["logprobs"]["tokens"] == ["a"]  # the token that opens the document was not asked for
+    assert first["logprobs"]["tokens"] == ["a"]  # the token that starts the document was not requested
     steps = [step(0xC3, ""), step(0xA9, "é"), step(98, "b"), step(tokenizer.bos, "", "stop")]
     piece = choice.piece([], steps, finished=True)
     assert piece["text"] == "éb"
@@ -275,7 +275,7 @@ def test_an_opening_token_that_was_asked_for_is_reported_without_a_logprob(
 
 
 def test_what_is_not_supported_may_be_declined(parser: Parser) -> None:
-    """As clients do that send every field they know."""
+    """Some clients send every field that they know."""
     options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": False}
     neutral: dict[str, Any] = dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), 0)
     neutral |= {"logit_bias": {}, "suffix": "", "repetition_penalty": 1, "ignore_eos": False}

@@ -1,4 +1,4 @@
-"""The routing explorer's endpoints: they tell what the model records, and tell no one else."""
+"""The endpoints of the routing explorer: they return what the model records, and only to their own page."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def server() -> Iterator[Served]:
         yield server
 
 
-# What is told.
+# What the endpoints return.
 
 
 @pytest.mark.parametrize("gate_norm", [None, "fanout"])
@@ -120,7 +120,7 @@ def test_an_empty_text_is_its_beginning_alone(server: Served) -> None:
     assert [(token["token"], token["text"], token["loss"]) for token in told] == [(TOKENIZER.bos, "", None)]
 
 
-@pytest.mark.parametrize("rate", [0, 3, 4])  # the cutoffs of the lowest and the highest are infinite
+@pytest.mark.parametrize("rate", [0, 3, 4])  # at the lowest and the highest rate, cutoffs are infinite
 def test_at_another_rate_the_reported_cutoffs_are_those_used(server: Served, rate: int) -> None:
     facts, told = read(server, rate=rate)
     assert facts["experts_per_token"] == rate
@@ -157,7 +157,7 @@ def test_each_run_reads_for_itself() -> None:
     assert [len(token["layers"][0]["experts"]) for token in told] == expected
 
 
-# What is refused.
+# What they refuse.
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_the_page_names_no_other_host_and_puts_no_text_into_html() -> None:
 
 
 def test_a_reader_that_does_not_read_frees_its_row_when_its_time_is_up() -> None:
-    """Its connection takes no more: what is sent is never through."""
+    """Its connection accepts nothing more, so sending never completes."""
     model = small_model()
     body = json.dumps({"run": "small", "text": TEXT, "max_tokens": 20}).encode()
     scope = {

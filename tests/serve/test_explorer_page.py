@@ -1,4 +1,4 @@
-"""The routing explorer's page in a browser: typed, clicked, streamed, by mouse and by keys."""
+"""The routing explorer's page in a browser: typing, clicking and streaming, by mouse and by keyboard."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture
 def page(tab: Page, server: Served) -> Iterator[Page]:
-    """At the page, with TEXT read. Afterwards nothing may have been complained about or asked of another host."""
+    """The page after reading TEXT. It must log no complaint, and request nothing from another host."""
     server.engine.open.set()
     tab.events.clear()
     tab.resize(1280, 900)
@@ -66,7 +66,7 @@ def page(tab: Page, server: Served) -> Iterator[Page]:
 
 
 def text_of(page: Page, panel: int = 1) -> str:
-    """Return the text of a panel's tokens, without the one that opens the text."""
+    """Return the text of a panel's tokens, without the token that starts the text."""
     return str(page.run(f"{TOKENS.format(panel)}.map((token) => token.textContent).join('')"))
 
 
@@ -97,10 +97,10 @@ def test_tokens_are_coloured_by_their_fanout_in_light_and_dark(page: Page) -> No
         found = page.run(f"""{TOKENS.format(1)}.map((token) => [
             +/(\\d+) expert/.exec(token.ariaLabel)[1], getComputedStyle(token).backgroundColor])""")
         by_fanout = [sum(map(int, re.findall(r"\d+", colour))) * way for _, colour in sorted(map(tuple, found))]
-        assert by_fanout == sorted(by_fanout)  # from the page's colour on, further and further from it
+        assert by_fanout == sorted(by_fanout)  # further and further from the page's colour
         assert len(set(by_fanout)) > 2
         fixed = page.run(f"new Set({TOKENS.format(2)}.map((token) => getComputedStyle(token).backgroundColor)).size")
-        assert fixed == 1  # token choice gives every token as many
+        assert fixed == 1  # token choice gives every token the same number
     legend = page.run("[...document.querySelectorAll('#legend li')].map((each) => each.textContent)")
     assert legend[0].startswith("0")
     assert legend[-1].endswith("+")
@@ -200,10 +200,10 @@ def test_everything_has_a_name_for_who_does_not_see_it(page: Page) -> None:
 
 
 def write_some(page: Page, server: Served) -> str:
-    """Click on Continue, twice, and return the text when some of it is generated and the engine pauses."""
+    """Click on Continue twice, and return the text once some of it is generated and the engine pauses."""
     server.engine.open.clear()
     page.run("document.getElementById('max_tokens').value = 100")
-    page.run("document.getElementById('seed').value = 2")  # with which the document goes on
+    page.run("document.getElementById('seed').value = 2")  # a seed with which the document continues
     page.click("#write", times=2)
     until(lambda: server.worker.unfinished == 1)
     server.engine.free = 20
@@ -301,7 +301,7 @@ def test_a_link_from_elsewhere_may_say_anything(page: Page, server: Served) -> N
 
 
 def test_what_is_typed_while_the_page_loads_is_kept(page: Page, server: Served) -> None:
-    """Regression: the example replaced it."""
+    """Regression: the example replaced the text."""
     late = "const now = fetch; fetch = async (...given) => { while (!window.loaded) await new Promise(setTimeout); "
     script = page.send("Page.addScriptToEvaluateOnNewDocument", source=late + "return now(...given); }")
     page.go("about:blank")
@@ -333,7 +333,7 @@ def test_a_full_context_is_reported_and_its_view_kept(page: Page) -> None:
 
 
 def test_tokens_that_come_within_a_frame_are_drawn_at_once(page: Page) -> None:
-    """Regression: every token drew every cell again, and with many experts the page did not answer."""
+    """Regression: every token redrew every cell, and with many experts the page stopped responding."""
     page.run("requestAnimationFrame = () => 1")
     page.run("""window.drawn = 0;
         new MutationObserver((all) => { drawn += all.length }).observe(
@@ -416,7 +416,7 @@ def test_an_error_is_one_clear_line(page: Page) -> None:
 
 
 def forget_refusals(page: Page, count: int) -> None:
-    """That the browser logs the status of a refused request, sooner or later, is no complaint of the page."""
+    """The browser logs the status of a refused request at some point; that is not an error of the page."""
     logged = lambda event: event.get("params", {}).get("entry", {}).get("source") == "network"  # noqa: E731
     until(lambda: page.run("1") == 1 and sum(map(logged, page.events)) == count)
     page.events = [event for event in page.events if not logged(event)]
@@ -430,10 +430,10 @@ def test_nothing_is_wider_than_a_phone(page: Page, width: int) -> None:
 
 
 def test_a_token_without_experts_has_no_border(tab: Page) -> None:
-    """The lowest chosen score was drawn at 0 for a rule without cutoffs that had chosen nothing."""
+    """Regression: the lowest chosen score was drawn at 0 for a rule without cutoffs that had chosen nothing."""
     model = small_model(NullSlots(4, 1, null_slots=4, slots_per_token=2), context=512)
     for _, moe in model.moe_layers():
-        moe.router.state.bias[4:] = 10  # every token takes null slots alone
+        moe.router.state.bias[4:] = 10  # every token chooses only null slots
     runs = [Explored("null", model, small_tokenizer())]
     with served(model, held=True, routes=routes(runs)) as server:
         server.engine.open.set()

@@ -1,4 +1,4 @@
-"""The server as clients see it: OpenAI's own, and those that are in a hurry, too many, wrong or gone."""
+"""The server as seen by clients: OpenAI's own, and clients that are impatient, too many, wrong or gone."""
 
 from __future__ import annotations
 
@@ -129,25 +129,25 @@ def test_a_stream_has_the_same_texts_in_pieces(client: Any, server: Served) -> N
         assert "".join(piece.text for piece in pieces) == expected.text
         assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
         assert pieces[-1].finish_reason == expected.finish_reason
-        assert all(piece.logprobs.tokens for piece in pieces)  # OpenAI's clients fail on an event without
+        assert all(piece.logprobs.tokens for piece in pieces)  # OpenAI's clients fail on an event without tokens
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             joined = [item for piece in pieces for item in getattr(piece.logprobs, name)]
             assert joined == getattr(expected.logprobs, name)
     plain = complete(server, stream=True)
-    assert plain.headers["X-Accel-Buffering"] == "no"  # or nginx, with its defaults, delays them
+    assert plain.headers["X-Accel-Buffering"] == "no"  # else nginx would delay them by default
     assert plain.text.endswith("\n\ndata: [DONE]\n\n")
 
 
 # Alone and among others.
 
 
-# Fields of nine requests that differ, as greedy as they come.
+# The fields of nine different greedy requests.
 PROMPTS = ["the cat", "a", "", "on the mat; the hat", "sat", "the cat sat on the mat", "hat", "of", "\n"]
 NINE = [{"prompt": prompt, "max_tokens": 20 + i, "temperature": 0, "logprobs": 3} for i, prompt in enumerate(PROMPTS)]
 
 
 def choices(server: Served, together: bool) -> list[dict[str, Any]]:
-    """Text and logprobs of each, in exact numbers."""
+    """The text and the exact logprobs of each request."""
     with ThreadPoolExecutor(len(NINE) if together else 1) as pool:
         answers = list(pool.map(lambda fields: complete(server, **fields), NINE))
     return [json.loads(answer.text)["choices"][0] for answer in answers]
@@ -228,7 +228,7 @@ def test_a_full_queue_answers_429_and_queued_requests_are_served() -> None:
             refused = complete(server, **options)
             assert (refused.status, refused.error["code"]) == (429, "queue_full")
             assert refused.headers["Retry-After"] == "1"
-        never = complete(server, n=4)  # not even of an empty queue
+        never = complete(server, n=4)  # never fits, not even into an empty queue
         assert (never.status, never.error["code"]) == (400, "too_many_texts")
         server.engine.open.set()
         assert [answer.result(PATIENCE).status for answer in waiting] == [200, 200]
@@ -242,7 +242,7 @@ def test_a_request_that_takes_too_long_ends_with_503_and_frees_its_row() -> None
         assert (late.status, late.error["type"], late.error["code"]) == (503, "server_error", "timeout")
         assert late.headers["Retry-After"] == "1"
         answer = complete(server, stream=True)
-        assert answer.status == 200  # it was too late for another
+        assert answer.status == 200  # it was too late for another status
         (event, rest) = answer.text.split("\n\n")
         assert rest == ""
         assert json.loads(event.removeprefix("data: "))["error"]["code"] == "timeout"
@@ -259,7 +259,7 @@ BODY = b"POST /v1/completions HTTP/1.1\r\nHost: small\r\nContent-Type: applicati
 
 
 def begin(server: Served, data: bytes) -> socket.socket:
-    """A connection that has sent so much."""
+    """A connection that has sent this much."""
     begun = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE)
     begun.sendall(data)
     return begun
@@ -278,7 +278,7 @@ def rest(begun: socket.socket) -> bytes:
 
 
 def dribble(begun: socket.socket) -> None:
-    """Send a byte of headers after the other, until it is of no use."""
+    """Send headers byte by byte until the server stops accepting them."""
     with begun, contextlib.suppress(ConnectionError):
         while True:
             begun.sendall(b"X")
@@ -286,15 +286,15 @@ def dribble(begun: socket.socket) -> None:
 
 
 def test_a_request_that_does_not_come_is_not_waited_for() -> None:
-    """Headers once were, for ever, and a thousand such connections kept everyone out."""
+    """Regression: headers were waited for indefinitely, and a thousand such connections locked everyone out."""
     with served(limits=Limits(header_seconds=1)) as server:
         first = [begin(server, data) for data in UNFINISHED]
         second = [begin(server, WHOLE + data) for data in UNFINISHED]
         refused = begin(server, BODY.replace(b"completions", b"nowhere"))
-        dribble(begin(server, UNFINISHED[1]))  # no byte gives the others more time
+        dribble(begin(server, UNFINISHED[1]))  # sending a byte does not extend the deadline
         assert [rest(begun) for begun in first] == [b""] * 3
         assert [rest(begun).count(b"HTTP/1.1 200 OK") for begun in second] == [1] * 3
-        assert rest(refused).startswith(b"HTTP/1.1 404 ")  # and whose body never came
+        assert rest(refused).startswith(b"HTTP/1.1 404 ")  # although its body never arrived
 
 
 @pytest.mark.parametrize("data", [*UNFINISHED, WHOLE, BODY], ids=["none", "headers", "line", "idle", "body"])
@@ -303,7 +303,7 @@ def test_unfinished_connections_per_address_are_limited_and_new_ones_answered(da
         hanging = []
         for count in range(1, 21):
             hanging.append(begin(server, data))
-            until(lambda count=count: hung(server) == min(count, 4))  # the oldest goes
+            until(lambda count=count: hung(server) == min(count, 4))  # the oldest is closed
             assert ask(server, "/health").status == 200
         assert all(rest(begun).count(b"HTTP") == (data == WHOLE) for begun in hanging[:16])
         for begun in hanging[16:]:
@@ -315,7 +315,7 @@ def test_complete_requests_count_as_finished_while_they_wait() -> None:
     with served(limits=limits, held=True) as server, ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(complete, server) for _ in range(8)]
         until(lambda: server.worker.unfinished == 8)
-        assert rest(begin(server, b"")) == b""  # for which the deadline is over
+        assert rest(begin(server, b"")) == b""  # past its deadline
         server.engine.open.set()
         assert [answer.result(PATIENCE).status for answer in waiting] == [200] * 8
 
@@ -355,7 +355,7 @@ def leave(connection: http.client.HTTPConnection, stream: bool) -> None:
         response.close()
 
 
-# Who may come in.
+# Access control.
 
 
 def test_a_key_is_asked_for_on_every_route_but_health() -> None:
@@ -368,7 +368,7 @@ def test_a_key_is_asked_for_on_every_route_but_health() -> None:
             for given in ("", "Bearer sécret", "Bearer", "secret", "Basic secret", "Basic OnNlY3JldHM="):  # :secrets
                 answer = ask(server, path, body, Authorization=given)
                 assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
-        for host in ("x/health?", "x/health#", "["):  # a URL made of Host and path would have another path
+        for host in ("x/health?", "x/health#", "["):  # a URL built from Host and path would have another path
             assert ask(server, "/v1/models", Host=host).status == 401, host
         for given in ("Bearer secret", "bearer  secret", "Basic OnNlY3JldA=="):  # :secret
             assert ask(server, "/v1/models", Authorization=given).status == 200
@@ -402,7 +402,7 @@ def test_pages_of_named_origins_may_call_the_api(origins: tuple[str, ...]) -> No
             assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (200, allowed)
 
 
-# What the operator sees.
+# What operators see.
 
 
 def test_metrics_count_requests_tokens_and_pairs(model: GPT, tokenizer: Tokenizer) -> None:
@@ -428,7 +428,7 @@ def test_metrics_count_requests_tokens_and_pairs(model: GPT, tokenizer: Tokenize
         assert f"# TYPE {name} histogram\n" in answer.text
     assert 0 < numbers["et_time_to_first_token_seconds_sum"] <= numbers["et_completion_seconds_sum"]
     assert numbers["et_texts_running"] == numbers["et_texts_waiting"] == 0
-    # The last token that is written needs no forward.
+    # The last generated token needs no forward.
     ids = [tokenizer.bos, *tokenizer.encode(PROMPT)]
     steps = list(generate(model, tokenizer, ids, max_tokens=6, temperature=0, record=True))
     with torch.no_grad():
@@ -543,7 +543,7 @@ def test_the_openapi_document_matches_the_parser(server: Served) -> None:
             value = field[edge]
             assert complete(server, prompt="", **{name: value, "max_tokens": 0} | {name: value}).status in (
                 200,
-                400 if name == "max_tokens" else 200,  # for which the prompt leaves less room
+                400 if name == "max_tokens" else 200,  # the prompt leaves less room for it
             )
             beyond = value + (1 if edge == "maximum" else -1)
             assert complete(server, **{name: beyond}).error["param"] == name
