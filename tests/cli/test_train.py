@@ -48,7 +48,7 @@ def test_a_run_of_some_minutes_has_the_steps_that_fit(
     [
         (["--minutes", 0], ["--minutes: expected"]),
         (["--minutes=-1"], ["--minutes: expected"]),
-        (["--minutes", 1, "--steps", 3], ["minutes=1.0 and train.steps=3"]),
+        (["--minutes", 1, "--steps", 3], ["train.steps=3 and minutes=1.0"]),
         (["--vocab-size", 10], ["vocab_size=10", "257"]),
         (["--experts-per-token", 0.01, "--rule.pool", "sequence"], ["k", "experts_per_token"]),
         (["--rule", "expert_choice", "--rule.pool", 100], ["pool=100"]),
@@ -72,7 +72,7 @@ def test_training_prints_its_plan_and_the_next_command(
     assert "2 steps of 64 tokens" in shown.out
     assert ", 1 thread\n" in shown.out
     assert "bits per byte" in shown.out
-    assert "prompt 'def'" in shown.out
+    assert "prompt 'def read'" in shown.out
     (last,) = (line for line in shown.out.splitlines() if line.startswith("next: "))
     program, command, folder, flag, prompt = shlex.split(last.removeprefix("next: "))
     assert (program, command, folder, flag) == ("et", "generate", str(out), "--prompt")
