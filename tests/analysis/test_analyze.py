@@ -90,7 +90,7 @@ def test_only_the_paper_s_question_sets_are_called_by_their_names(tmp_path: Path
         "code": Domain("embedded"),
     }
     for name in ("math", "GSM8K", "start"):
-        with pytest.raises(ValueError, match=f"--domain {name}=a: the name {name} is taken; give it another"):
+        with pytest.raises(ValueError, match=f"--domain {name}=a: the name {name} is taken; give another"):
             named_domains({"gsm8k": gsm8k, "domain": [f"{name}=a"]})
 
 
@@ -161,7 +161,7 @@ def test_a_method_without_a_finished_run_is_shown_and_marked_unfinished(
     assert f"{copy}: unfinished, 4 of 8 steps; shown up to there" in capsys.readouterr().err
     html = (out / "report.html").read_text(encoding="utf-8")
     assert "<h1>2 runs of 2 methods</h1>" in html
-    assert f"Shown as far as they went: {copy}: unfinished, 4 of 8 steps." in html
+    assert f"Unfinished, shown as far as they got: {copy}: unfinished, 4 of 8 steps." in html
     assert "Without a final validation, so not in this table: ET." in html
     assert "After 256 tokens" in html  # the last that both were validated after, not each one's own end
 

@@ -134,7 +134,7 @@ def test_bounds_exist_for_experts_that_get_less_than_one_token_of_a_small_pool(r
 def test_a_layer_that_routes_no_token_is_left_out_of_the_sentence() -> None:
     tag = {"method": "ET", "kind": "ET"}
     told = say_load_balance({"methods": [{**tag, "spread": [None, 1.5]}, {**tag, "method": "TC", "spread": [None]}]})
-    assert told == "In the worst layer the largest load over the mean is 1.50 in ET and – in TC."
+    assert told == "In the worst layer, the largest load divided by the mean is 1.50 in ET and – in TC."
 
 
 def test_the_law_of_cutoffs_is_drawn_for_methods_with_different_pool_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

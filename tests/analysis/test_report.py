@@ -231,7 +231,7 @@ def test_a_run_has_a_report_whatever_is_missing(name: str, change: str, run: Cal
     assert least <= shown <= (FIGURES[name] if least else {"Fanout"})
     assert not any("nan" in caption for caption in page.texts.get("figcaption", []))
     if change == "every record":
-        assert "Loss: the run has recorded no number of it yet" in page.texts["ul"][-1]
+        assert "Loss: the run has not recorded its numbers yet" in page.texts["ul"][-1]
 
 
 def test_a_figure_that_fails_is_named_and_the_others_are_shown(

@@ -1,4 +1,4 @@
-// Charts: values under the pointer, logarithmic axes, values as a table. Tables: sorted by the column that is clicked.
+// Charts: values under the pointer, logarithmic axes, values as a table. Tables: sorting by the clicked column.
 const format = value => Number(value.toPrecision(5)).toLocaleString("en", { maximumSignificantDigits: 5 });
 const element = (tag, text, parent) => {
   const made = Object.assign(document.createElement(tag), { textContent: text });
@@ -16,7 +16,7 @@ class Panel {
     for (const use of group.querySelectorAll("[clip-path] use")) use.plain = [+use.getAttribute("x"), +use.getAttribute("y")];
     for (const name of ["x", "y"]) this.drawn[name] = group.querySelector(`.${name}axis`).innerHTML;
   }
-  limit(name) {  // a logarithmic axis starts with the least positive value in sight
+  limit(name) {  // a logarithmic axis starts at the smallest positive value in view
     const [low, high] = this.limits[name];
     const seen = this.lines.flatMap(line => line[name]).filter(value => value > 0 && value >= low && value <= high);
     return [Math.max(low, 0.95 * Math.min(...seen, high)), high];
@@ -26,7 +26,7 @@ class Panel {
     const [start, end] = this.ends[name];
     return start + ((log ? Math.log(Math.max(value, 1e-300)) : value) - low) / (high - low) * (end - start);
   }
-  moved(name, at) {  // from where the figure was drawn to where the present axis has it
+  moved(name, at) {  // from the drawn position to the position on the current axis
     const [low, high] = this.limits[name], [start, end] = this.ends[name];
     if (!this.logs[name] || this.log[name === "y" ? 1 : 0]) return at;
     return this.place(name, low + (at - start) / (end - start) * (high - low));
@@ -48,7 +48,7 @@ class Panel {
     if (!this.logs[name]) return;
     const [low, high] = this.limit(name), powers = Math.log10(high / low);
     const digits = powers < 0.8 ? [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9] : powers < 2.5 ? [1, 2, 5] : [1];
-    const ticks = [...axis.querySelectorAll(":scope > g")].filter(tick => tick.querySelector("g"));  // the label is not one
+    const ticks = [...axis.querySelectorAll(":scope > g")].filter(tick => tick.querySelector("g"));  // the label is no tick
     const [text, grid] = [axis.querySelector("text"), axis.querySelector("path[clip-path]")];
     for (const tick of ticks) tick.remove();
     if (!text) return;

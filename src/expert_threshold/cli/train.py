@@ -110,7 +110,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
     if "init_from" in given:
         given["init_from"] = from_main(rendezvous, lambda: run_folder(given["init_from"]))
     processes = given.pop("nproc", None)
-    if processes not in (None, 1) and rendezvous is None:  # this process is not itself a launched rank
+    if processes not in (None, 1) and rendezvous is None:  # this process is not a launched rank itself
         _launch(arguments, given, processes)
         return
     keep_freed_memory()

@@ -1,4 +1,4 @@
-// The page: its input, its requests to the server, its view, and the link that restores it.
+// The page: its input, its requests to the server, its view, and the link that restores the view.
 
 import { make, plural } from "./dom.js";
 import { EXAMPLES } from "./examples.js";
@@ -93,7 +93,7 @@ function stop() {
   if (asked?.write) go().then(() => report("Stopped."));
 }
 
-/** Keep the text for Undo, before something other than typing changes it. */
+/** Save the text for Undo before something other than typing changes it. */
 function remember() {
   const text = $("text").value;
   if (past.at(-1) !== text) past.push(text);

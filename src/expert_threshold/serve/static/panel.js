@@ -126,7 +126,7 @@ export class Panel {
     this.frame ??= requestAnimationFrame(() => this.draw()); // tokens may arrive faster than frames
   }
 
-  /** Bring the page up to date. */
+  /** Update the page. */
   draw() {
     cancelAnimationFrame(this.frame);
     this.frame = null;
