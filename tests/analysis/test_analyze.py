@@ -137,7 +137,7 @@ def test_an_unfinished_seed_is_left_out_by_name_and_its_method_is_shown(
     assert analyze(runs / "tc", runs / "et", copy, begun, *figures) == 0
     said = capsys.readouterr().err
     reasons = {
-        copy: "unfinished, 4 of 8 steps, where other runs of ET are finished",
+        copy: "unfinished, 4 of 8 steps, but other runs of ET are finished",
         begun: "no checkpoint was saved yet",
     }
     html = (out / "report.html").read_text(encoding="utf-8")
@@ -179,7 +179,6 @@ def test_a_method_without_a_number_for_a_figure_is_named(runs: Path, tmp_path: P
 
 def test_cutoffs_are_compared_where_recorded_never_with_zeros_by_construction(out: Path, runs: Path) -> None:
     choice, threshold = data_of(out, "cutoff_stability")["methods"]
-    assert (choice["exact"], threshold["exact"]) == (True, False)
     assert choice["bound"] is None  # every load is exact by definition, which is no finding
     train = [record for record in RunFolder.open(runs / "et").metrics.read() if record["split"] == "train"]
     layers = [record["layers"]["2"] for record in train]  # the middle one of 1 and 2

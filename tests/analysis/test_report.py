@@ -430,7 +430,7 @@ def test_sentences_are_computed_from_the_numbers() -> None:
     losses = [{"step": step, "steps": 1, "cross_entropy": loss} for step, loss in ((1, 5.0), (8, 3.0), (10, 2.0))]
     text = training.say_loss(run_of(losses, [{"step": 5, "loss": 2.5}, {"step": 10, "loss": 3.5}]))
     assert "from 5.000 at step 1 to 2.000 at step 10" in text
-    assert "validation ended at 3.500, 1.000 above the mean of training" in text
+    assert "validation ended at 3.500, 1.000 above the mean training loss" in text
     assert text.endswith("; the lowest was 2.500 at step 5.")
     usage = training.say_usage(run_of(records_of("usage", [[0.5, 0.5]] * 3 + [[0.9, 0.1]])))
     assert "10 % (expert 1 of layer 1) to 90 % (expert 0 of layer 1)" in usage
