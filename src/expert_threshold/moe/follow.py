@@ -52,7 +52,7 @@ class FollowerHook:
 class Follower:
     """Sums the observations of a model's routers and updates their rules once per optimizer step; made by `follow`.
 
-    A forward counts once backward reaches its gates, unless its gradients are later set to None. So a batch changes no
+    A forward counts as soon as backward reaches its gates, unless its gradients are later set to None. So a batch changes no
     rule if it has no backward, is skipped by a GradScaler or is discarded by the loop. Recomputation under activation
     checkpointing does not count again.
 
