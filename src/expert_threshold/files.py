@@ -92,13 +92,13 @@ def replacing(path: Path) -> Iterator[Path]:
 def require_free(to: str | Path, option: str = "--to") -> None:
     """Raise ValueError, naming the option, if the folder exists and is not empty: no folder is ever overwritten.
 
-    The working folder is refused even if it is empty, since replacing it would leave a shell in the old folder.
+    The working directory is refused even if it is empty, since replacing it would leave a shell in the old folder.
     """
     path = Path(to)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"{option} {to}: already exists; name another folder")
     if path.exists() and path.samefile(Path()):
-        raise ValueError(f"{option} {to}: is the working folder; name a new folder in it")
+        raise ValueError(f"{option} {to}: is the working directory; name a new folder in it")
 
 
 def missing_folders(path: Path) -> list[Path]:

@@ -143,7 +143,7 @@ def _shapes_and_dtypes_are_those_of_the_contract(rule: Rule) -> None:
             "passthrough has the wrong shape",
         )
         if not training:
-            _require(routing.loss is None, "there is a loss in inference")
+            _require(routing.loss is None, "there is a loss at inference")
         elif routing.loss is not None:
             _require(routing.loss.shape == () and bool(routing.loss.isfinite()), "the loss is not a finite number")
 

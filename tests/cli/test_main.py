@@ -442,9 +442,9 @@ def test_a_new_folder_that_fails_leaves_none_of_its_parents(tmp_path: Path) -> N
 
 
 def test_the_working_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the files were in a folder invisible to the shell, whose working folder had been replaced."""
+    """Regression: the files were in a folder invisible to the shell, whose working directory had been replaced."""
     monkeypatch.chdir(tmp_path)
     for to in (".", tmp_path):
-        with pytest.raises(ValueError, match=f"--to {to}: is the working folder; name a new folder"), new_folder(to):
+        with pytest.raises(ValueError, match=f"--to {to}: is the working directory; name a new folder"), new_folder(to):
             pass
     assert not any(tmp_path.iterdir())

@@ -188,7 +188,7 @@ def legend(subjects: Sequence[Subject]) -> str:
     if not labels:
         return ""
     parts = [f"{listed(same)} {'is' if len(same) == 1 else 'are'} {name}" for name, same in labels.items()]
-    text = f"{'; '.join(parts)}. Routing is causal here, as in inference"
+    text = f"{'; '.join(parts)}. Routing is causal here, as at inference"
     return f"{text}: by the running means of the cutoffs in {listed(pooled)}." if pooled else f"{text}."
 
 

@@ -344,5 +344,5 @@ def _short_names(places: Sequence[str]) -> dict[str, str]:
 
 
 def _place(source: str) -> str:
-    """Return the key of a source's results, which does not depend on the working folder."""
+    """Return the key of a source's results, which does not depend on the working directory."""
     return source if source == CODE else absolute(source)

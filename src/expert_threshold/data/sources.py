@@ -232,7 +232,7 @@ def _numbered(texts: Iterator[str]) -> Iterator[embedded.Document]:
 
 
 def absolute(source: str) -> str:
-    """Return the source with an absolute path, independent of the working folder."""
+    """Return the source with an absolute path, independent of the working directory."""
     return source if source in (EMBEDDED, FINEWEB_EDU) else str(expand(source).resolve())
 
 

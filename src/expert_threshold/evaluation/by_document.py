@@ -19,8 +19,8 @@ class Comparison(NamedTuple):
     """A model's loss compared with static top k′, interpolated linearly between the two k′ around its mean fanout.
 
     difference: the model's loss minus the static loss, in nats per token, with a 95 % interval from a bootstrap over
-    documents. lower: the model with the lower loss, or open if the interval contains 0 or documents are few. If the
-    fanout exceeds the largest k′, static_loss and the fields after it are None.
+    documents. lower: the model with the lower loss, or open if the interval contains 0 or there are too few documents.
+    If the fanout exceeds the largest k′, static_loss and the fields after it are None.
     """
 
     fanout: float

@@ -280,7 +280,7 @@ def distill(
     progress: Callable[[int, int], None],
     stop: Callable[[], bool],
 ) -> None:
-    """Train the student to match the teacher's predictions, by KL divergence, always routing as in inference.
+    """Train the student to match the teacher's predictions, by KL divergence, always routing as at inference.
 
     lr: AdamW's initial learning rate, which falls linearly to 0. Cutoffs follow the scores. Continues from the last
     checkpoint in `folder`, and saves there. Raises KeyboardInterrupt, after saving, once `stop` returns True.

@@ -90,7 +90,7 @@ class SwappedRouter(Router):
     def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
         rows, mask = self._inputs_of(hidden)
         x = hidden.reshape(*rows, hidden.shape[-1])
-        mask = mask if self.training else None  # in inference each token is routed independently
+        mask = mask if self.training else None  # at inference each token is routed independently
         scores, weights, ids = chosen(self.rule, super().__call__(x, mask=mask), None)
         return scores, weights.to(hidden.dtype), ids
 

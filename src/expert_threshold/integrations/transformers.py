@@ -278,7 +278,7 @@ class FeedForward(nn.Module):
 
 
 class Router(nn.Module):
-    """Computes scores in float32 and routes them by the rule as in inference.
+    """Computes scores in float32 and routes them by the rule as at inference.
 
     The dtypes of weight and state are fixed: transformers keeps them when it loads the model in another dtype.
     The state is saved with the weights, keeps its dtypes under any cast, and is never updated here.

@@ -337,7 +337,7 @@ class GPT(nn.Module):
     ) -> Output:
         """Return the output for tokens and targets (batch, time) int64; targets of -1 are ignored.
 
-        With a cache, in inference only, each row of tokens continues the sequence in its row of the cache and is
+        With a cache, at inference only, each row of tokens continues the sequence in its row of the cache and is
         appended to it. last: compute logits only for the last token. Products run in the model's compute dtype, even
         under autocast. Raises ValueError if a sequence exceeds the context.
         """
@@ -422,7 +422,7 @@ class GPT(nn.Module):
         return x
 
     def set_rate(self, rate: float | None) -> None:
-        """Set the mean fanout in inference to `rate` in every MoE layer; None restores the trained one.
+        """Set the mean fanout at inference to `rate` in every MoE layer; None restores the trained one.
 
         Raises ValueError as `check_rate` does.
         """

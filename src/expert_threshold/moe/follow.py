@@ -52,9 +52,9 @@ class FollowerHook:
 class Follower:
     """Sums the observations of a model's routers and updates their rules once per optimizer step; made by `follow`.
 
-    A forward counts as soon as backward reaches its gates, unless its gradients are later set to None. So a batch changes no
-    rule if it has no backward, is skipped by a GradScaler or is discarded by the loop. Recomputation under activation
-    checkpointing does not count again.
+    A forward counts as soon as backward reaches its gates, unless its gradients are later set to None. So a batch
+    changes no rule if it has no backward, is skipped by a GradScaler or is discarded by the loop. Recomputation under
+    activation checkpointing does not count again.
 
     loss_scale: as in `follow`; it may be set before any forward, for example when a GradScaler changes its scale.
     observations: each router's observation on this rank since the last step.

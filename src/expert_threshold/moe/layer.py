@@ -73,7 +73,7 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, Observation | Routing]:
         """Return y, with the shape (batch, time, d_model) and dtype of x, and the observation.
 
-        pasts: in inference, the past of each sequence that x continues. mask: (batch, time) bool, True for tokens that
+        pasts: at inference, the past of each sequence that x continues. mask: (batch, time) bool, True for tokens that
         count; other tokens, such as padding, get zeros and affect no selection, load, cutoff or loss. record: return
         the whole routing instead of the observation. Raises ValueError if x or mask has the wrong shape.
         """

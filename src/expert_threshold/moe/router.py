@@ -58,7 +58,7 @@ class _Scores(torch.autograd.Function):
 
 
 class RoutingHistory(NamedTuple):
-    """The part of a sequence's past by which its next tokens are routed in inference.
+    """The part of a sequence's past by which its next tokens are routed at inference.
 
     state: the rule's state for this sequence; None for the router's state. thresholds: (experts,), given if routing is
     exactly scores > thresholds with gates σ(scores) or softmax(scores). scores: (past, num_scores), the scores of the
@@ -75,7 +75,7 @@ class Router(nn.Module):
 
     The rule's state lives in buffers named `state_<field>`: saved with the model, float32 under any cast, initialised
     even when the module was built on the meta device. group: the ranks over which a global pool is formed. rate: the
-    mean fanout in inference, see `at_rate`; None keeps the trained one.
+    mean fanout at inference, see `at_rate`; None keeps the trained one.
     """
 
     def __init__(self, d_model: int, rule: Rule, z_loss: float | None = None) -> None:
@@ -99,7 +99,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor, pasts: Sequence[RoutingHistory] | None = None, mask: Tensor | None = None) -> Routing:
         """Return the routing of x (batch, time, d_model); the state changes only in `update`.
 
-        pasts: in inference, the past of each sequence that x continues. mask: (batch, time), True for tokens that
+        pasts: at inference, the past of each sequence that x continues. mask: (batch, time), True for tokens that
         count; other tokens go to no expert and do not affect the routing of those that count.
         """
         if mask is not None:

@@ -315,7 +315,7 @@ def scaled_decay(decay: float, steps: int) -> float:
 
 
 class ByCutoff(Gated):
-    """A rule that averages its pools' k-th largest scores into cutoffs, which route in inference."""
+    """A rule that averages its pools' k-th largest scores into cutoffs, which route at inference."""
 
     pool: Pool
     decay: float

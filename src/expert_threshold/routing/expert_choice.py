@@ -14,7 +14,7 @@ from .selection import Cut, kth_largest
 
 @dataclass(frozen=True)
 class ExpertChoice(ByCutoff):
-    """Exact loads in training, at the price of looking at the whole pool; running cutoffs decide in inference."""
+    """Exact loads in training, at the price of looking at the whole pool; running cutoffs decide at inference."""
 
     num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(1, "Mean number of routed experts per token.")

@@ -37,7 +37,7 @@ class ExpertThreshold(ByCutoff):
 
     The paper's Algorithm 1, with its line numbers:
 
-        3   z[t,i] = 1{r[t,i] > c_i}                            `cut` in training, `route` in inference
+        3   z[t,i] = 1{r[t,i] > c_i}                            `cut` in training, `route` at inference
         5   c_i ← β c_i + (1 − β) · kth_largest(r[·,i], k)      `update`, once per optimizer step
 
     In training the bounds k(1 ± s) clamp each load; during warmup both bounds are k, which is expert choice.
@@ -48,7 +48,7 @@ class ExpertThreshold(ByCutoff):
     decay: Decay = option(
         0.999,
         "Decay β of the cutoffs' running mean. Presets scale it to their number of steps. "
-        "Where short runs default to the trend, a decay selects the mean.",
+        "In short runs, which default to the trend, setting a decay selects the running mean instead.",
     )
     warmup_steps: NonNegativeInt = option(
         4000,

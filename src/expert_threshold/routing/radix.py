@@ -66,7 +66,8 @@ def digits(tokens: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def _histogram(scores: Tensor, prefix: Tensor, below: int, bits: int) -> Tensor:
-    """Count the tokens that share the prefix, grouped by their next digit. Returns (copies, ks, pools, experts, digits) int32, to be
+    """Count the tokens that share the prefix, grouped by their next digit. Returns (copies, ks, pools, experts, digits)
+    int32, to be
     summed over copies. Before the first digit, all ks share one histogram: (copies, 1, pools, experts, digits).
     """
     pools, tokens, experts = scores.shape

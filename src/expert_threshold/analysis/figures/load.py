@@ -234,7 +234,7 @@ def say_load_at_scale(data: Data) -> str:
 
     exact = [entry["method"] for entry in data["methods"] if entry["exact"]]
     training = (
-        f" In training, all loads of {listed(exact)} are exact; here routing is as in inference." if exact else ""
+        f" In training, all loads of {listed(exact)} are exact; here routing is as at inference." if exact else ""
     )
     return (
         f"With {data['experts']:,} experts, one per device, and {pool_size(data['at'])} tokens per expert on "
