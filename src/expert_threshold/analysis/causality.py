@@ -214,7 +214,7 @@ class Probe:
         return torch.where(new == old, 0, (new - old).abs()).amax(-1).nan_to_num(nan=torch.inf)
 
     def _trials(self) -> Iterator[tuple[str, Callable[[Any], Tensor], Callable[[Tensor], Tensor], Tensor]]:
-        """Yield each change's name, its forward, a function that aligns results with `base`, and positions to compare."""
+        """Yield each change's name, its forward, a function that aligns results with `base`, and where to compare."""
         tokens, other, rows, time = self.tokens, self.other, *self.tokens.shape
         place = torch.arange(time, device=tokens.device).expand(rows, time)
         row = torch.arange(rows, device=tokens.device)[:, None].expand(rows, time)
