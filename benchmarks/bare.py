@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def time_in_turn(
     calls: dict[str, Callable[[], object]], repeats: int, warmup: int = 2, on: torch.device = CPU
 ) -> dict[str, list[float]]:
-    """Return the seconds of every call, `repeats` times, in turn, so that drifts of the machine meet all alike."""
+    """Return each call's seconds, `repeats` times, alternating, so that drifts of the machine affect all alike."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(warmup + repeats):
         for name, call in calls.items():

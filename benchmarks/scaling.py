@@ -198,7 +198,7 @@ def on_ranks(given: argparse.Namespace, ranks: int, layout: str, batch_sizes: Se
         }
         flags = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
         if launch([__file__, "rank", *flags, "--batch-sizes", *map(str, batch_sizes)], ranks):
-            raise ValueError(f"{ranks} ranks, {layout}: a rank failed; what it said stands above")
+            raise ValueError(f"{ranks} ranks, {layout}: a rank failed; its output is above")
         found: list[Row] = json.loads(Path(folder, "out").read_text())
     return found
 

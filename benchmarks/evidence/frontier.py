@@ -12,26 +12,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import shutil
 import sys
-import time
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from power import provenance, settled, worst_load
+from study import Record, read, record_run
 
 from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
-from expert_threshold.cli import main as et
-from expert_threshold.cli.run_options import parse_run, resolve_run
-from expert_threshold.runs import RunFolder
 
 SOFTMAX = "--rule.gate softmax --rule.null-scores 16"
-SHARED = "--threads 1 --eval-tokens 400000 --sample-every none --checkpoint-every 100"
+SHARED = "--threads 1 --eval-tokens 400000 --sample-every none"
 
 
 def choices(rule: str, option: str, *values: object) -> dict[str, str]:
@@ -59,30 +52,6 @@ FAMILIES = {
     "expert choice": choices(f"expert_choice {SOFTMAX}", "pool", "sequence", 1024, "batch"),
 }
 """The settings of each family by name, in the order in which the family's line connects them."""
-
-Record = dict[str, Any]
-key = itemgetter("family", "setting", "tokens", "seed")
-
-
-def train(out: Path, data: Path, given: list[str]) -> Record:
-    """Train or resume a run, and return its record. Exits if the run fails or is interrupted."""
-    start, busy, resumed = time.time(), time.process_time(), (out / "config.json").exists()
-    steps = resolve_run(parse_run("et train", "", [], given)).train.steps
-    given = [*given, "--eval-every", str(steps)]
-    code = et(["train", "--resume", str(out)] if resumed else ["train", *given, "--data", str(data), "--out", str(out)])
-    folder = RunFolder.open(out)
-    *lines, last = folder.metrics.read()
-    if code or last["split"] != "validation":
-        sys.exit(code or 130)
-    return {
-        "loss": last["loss"],
-        "load_training": worst_load(settled(lines, steps)),
-        "load_validation": worst_load([last]),
-        "seconds": time.time() - start,
-        "processor_seconds": time.process_time() - busy,
-        "resumed": resumed,  # if so, seconds cover only the last part
-        **provenance(folder, given),
-    }
 
 
 class Cell(NamedTuple):
@@ -169,7 +138,7 @@ def draw(found: list[Cell], path: Path) -> None:
 
 def show(path: Path) -> None:
     """Print the table for a file of records, and draw its figure."""
-    found = cells([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    found = cells(read(path))
     print(table(found))
     draw(found, path.with_suffix(".png"))
 
@@ -187,20 +156,10 @@ def main() -> None:
     if asked.show is not None:
         show(asked.show)
         return
-    path = asked.out / "records.jsonl"
     for seed, family in itertools.product(asked.seeds, asked.only):
         for setting, options in FAMILIES[family].items():
             run = {"family": family, "setting": setting, "tokens": asked.tokens, "seed": seed}
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            if key(run) in map(key, map(json.loads, lines)):
-                continue
-            out = asked.out / "runs" / "-".join(str(part).replace(", ", "_").replace(" ", "_") for part in run.values())
-            given = ["quickstart", *f"{SHARED} {options} --tokens {asked.tokens} --seed {seed}".split()]
-            record = run | train(out, asked.data, given)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-            for checkpoint in sorted((out / "checkpoints").iterdir())[:-1]:
-                shutil.rmtree(checkpoint)
+            record_run(run, f"{SHARED} {options}", asked.data, asked.out, 4)
 
 
 if __name__ == "__main__":

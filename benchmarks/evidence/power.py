@@ -16,30 +16,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import shutil
-import subprocess
 import sys
-import time
 from collections import defaultdict
-from datetime import date
 from hashlib import sha256
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, stdev, variance
-from typing import Any
 
 import torch
+from study import Record, read, record_run
 
-import expert_threshold
-from expert_threshold.cli import main as et
-from expert_threshold.cli.run_options import parse_run, resolve_run
+from expert_threshold.config import RunConfig
 from expert_threshold.data import open_source, pack
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT
 from expert_threshold.runs import RunFolder, load_model
-from expert_threshold.train.device import machine
 
 FIRST, SECOND = "expert_threshold", "token_choice"
 METHODS = {
@@ -59,51 +51,15 @@ LOSSES = {
     "mean of their weights": lambda record: record["averaged"],
 }
 
-Record = dict[str, Any]
 key = itemgetter("variant", "method", "tokens", "seed")
 
 
-def train(out: Path, data: Path, given: list[str]) -> Record:
-    """Train or resume a run, and return its record. Exits if the run fails or is interrupted."""
-    config, start, busy = resolve_run(parse_run("et train", "", [], given)), time.time(), time.process_time()
-    steps, resumed = config.train.steps, (out / "config.json").exists()
-    given = [*given, "--eval-every", str(steps), "--checkpoint-every", str(max(1, steps // 40))]
-    code = et(["train", "--resume", str(out)] if resumed else ["train", *given, "--data", str(data), "--out", str(out)])
-    folder = RunFolder.open(out)
-    *lines, last = folder.metrics.read()
-    if code or last["split"] != "validation":
-        sys.exit(code or 130)
+def initial_weights(folder: RunFolder) -> str:
+    """Return the start of the hash of the weights with which a run begins."""
+    config = RunConfig.from_dict(folder.config)
     torch.manual_seed(config.train.seed)
     weights = b"".join(weight.detach().numpy().tobytes() for weight in GPT(config.model).parameters())
-    return {
-        "loss": last["loss"],
-        **late_losses(folder),
-        "load_training": worst_load(settled(lines, steps)),
-        "load_validation": worst_load([last]),
-        "seconds": time.time() - start,
-        "processor_seconds": time.process_time() - busy,
-        "resumed": resumed,  # if so, seconds cover only the last part
-        "initial_weights": sha256(weights).hexdigest()[:16],
-        **provenance(folder, given),
-    }
-
-
-def provenance(folder: RunFolder, given: list[str]) -> Record:
-    """Return the provenance of a run: its text, options, versions, machine, commit and date."""
-    git = ["git", "-C", str(Path(expert_threshold.__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    return {
-        "corpus": folder.section("corpus")["hash"],
-        "options": " ".join(given),
-        "versions": folder.section("versions"),
-        "machine": machine(torch.device("cpu")),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip(),
-        "date": date.today().isoformat(),
-    }
-
-
-def settled(lines: list[Record], steps: int) -> list[Record]:
-    """Return the training lines after the first quarter of the steps."""
-    return [line for line in lines if line["split"] == "train" and line["step"] - line["steps"] >= steps / 4]
+    return sha256(weights).hexdigest()[:16]
 
 
 def late_losses(folder: RunFolder) -> Record:
@@ -120,10 +76,8 @@ def late_losses(folder: RunFolder) -> Record:
     return {"late": losses, "averaged": evaluate(model, text, tokenizer, max_tokens=most).loss}
 
 
-def worst_load(lines: list[Record]) -> float | None:
-    """Return the worst layer's load, averaged over lines, or None if the model has no experts."""
-    loads = [max(layer["load_spread"] for layer in line["layers"].values()) for line in lines if line["layers"]]
-    return fmean(loads) if loads else None
+def measure(folder: RunFolder) -> Record:
+    return {"initial_weights": initial_weights(folder), **late_losses(folder)}
 
 
 def table(records: list[Record]) -> str:
@@ -157,20 +111,11 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[FIRST, SECOND])
     parser.add_argument("--variant", choices=VARIANTS, default="usual")
     asked = parser.parse_args()
-    path = asked.out / "records.jsonl"
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     for megatokens, seed, method in itertools.product(asked.megatokens, range(asked.seeds), asked.methods):
         run = {"variant": asked.variant, "method": method, "tokens": int(1e6 * megatokens), "seed": seed}
-        if key(run) in map(key, records):
-            continue
-        out = asked.out / "runs" / "-".join(map(str, run.values()))
-        options = f"{SHARED} {METHODS[method]} {VARIANTS[asked.variant]} --tokens {run['tokens']} --seed {seed}"
-        records.append(run | train(out, asked.data, ["quickstart", *options.split()]))
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(records[-1]) + "\n")
-        for checkpoint in sorted((out / "checkpoints").iterdir())[:-1]:
-            shutil.rmtree(checkpoint)
-    print(table(records))
+        options = f"{SHARED} {METHODS[method]} {VARIANTS[asked.variant]}"
+        record_run(run, options, asked.data, asked.out, 40, measure)
+    print(table(read(asked.out / "records.jsonl")))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure a GPU, in as many minutes as are given; what is measured is written at once, and a second call goes on.
+"""Measure a GPU in the given minutes. Each result is written at once, and a second call resumes.
 
     python -m benchmarks.gpu --minutes 9 --out FOLDER [--stages layer,step] [--retry] [--data FOLDER] [--dry-run]
 
@@ -50,7 +50,7 @@ def main() -> int:
             same_machine(setting, stages, context)
             for stage in stages:
                 record = Record(setting.out, stage)
-                # Training goes on with other code: its runs name their commits.
+                # Training may resume with other code, since its runs name their commits.
                 measured_by = record.facts.get("code", "") if stage == "training" else setting.code
                 if (line := record.reopen(measured_by, arguments.retry)) is not None:
                     print(line)

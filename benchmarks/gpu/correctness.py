@@ -56,7 +56,7 @@ TESTS = (
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Yield what everything else stands on first. Kernels get one tile: tuning them for toy sizes takes minutes."""
+    """Yield first the cases on which all others depend. Kernels get one tile; tuning for toy sizes takes minutes."""
     if setting.cuda:
         with suppress(ImportError):
             use_one_tile()

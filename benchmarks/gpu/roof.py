@@ -1,4 +1,4 @@
-"""The roof over a measurement: rates of a large product and a large copy, timed in turn with what is measured."""
+"""The roofline of a measurement: rates of a large product and a large copy, timed alternately with its calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def square(side: int) -> float:
 def under_roof(
     calls: dict[str, Callable[[], object]], setting: Setting, seconds: float = 2.0
 ) -> tuple[dict[str, float], Roof]:
-    """Return the median seconds of each call, and the roof beside them; all are timed in turn.
+    """Return each call's median seconds, and the roofline; all are timed alternately.
 
     seconds: about how long to repeat for; there are 3 to 30 repetitions, after warmup.
     """

@@ -53,7 +53,7 @@ class NotRunError(Exception):
 
 
 class OutOfTimeError(Exception):
-    """A case was stopped by its time and goes on in the next run; the message says where it stands."""
+    """A case ran out of time and resumes in the next run; the message says where."""
 
 
 class Setting(NamedTuple):
@@ -102,7 +102,7 @@ def missing() -> list[str]:
 
 
 def card(device: torch.device) -> Row:
-    """Return what must be the same in a run that goes on. Sets CUDA up in this process unless on a CPU.
+    """Return what must be equal when a run is resumed. Sets CUDA up in this process unless on a CPU.
 
     Two cards of one name are the same, though their bytes of memory differ by host. Raises ValueError without a card.
     """

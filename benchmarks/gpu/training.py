@@ -1,4 +1,4 @@
-"""Training in earnest: `et compare` of small runs, in folders that `et` reads; what its time cuts off goes on later."""
+"""Training in earnest: `et compare` of small runs, in folders that `et` reads; runs that are cut off resume later."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def compare(setting: Setting) -> Row:
         code = main(["compare", setting.pick("d6", "tiny"), *flags])
     runs = json.loads((folder / "compare.json").read_text())["runs"] if (folder / "compare.json").exists() else []
     if code == 130:
-        raise OutOfTimeError(f"saved after {len(runs)} runs; goes on from there")
+        raise OutOfTimeError(f"saved after {len(runs)} runs; resumes from there")
     assert code == 0, (setting.out / "training.log").read_text()[-300:]
     return {"runs": runs}
 

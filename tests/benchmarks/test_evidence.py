@@ -15,10 +15,10 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
-from benchmarks.evidence import power, text
 
-sys.path.insert(0, str(Path(power.__file__).parent))
-from benchmarks.evidence import frontier
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
+
+from benchmarks.evidence import frontier, power, text
 
 from expert_threshold.data import Batch, Loader
 

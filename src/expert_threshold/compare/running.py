@@ -83,7 +83,7 @@ class Comparison(NamedTuple):
     def train(self, console: Console) -> None:
         """Train every unfinished run, all methods of one seed before the next seed; a run already started is resumed.
 
-        A run that diverges has no loss, and training goes on with the next run. New runs share a text that is read
+        A run that diverges has no loss, and training continues with the next run. New runs share a text that is read
         once. Raises KeyboardInterrupt if a signal stopped a run, and ValueError and OSError as `train` does.
         """
         text: Text | None = None

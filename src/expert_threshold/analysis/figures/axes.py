@@ -95,7 +95,7 @@ def panels(
 
 
 def rows_of(width: float, names: Sequence[str], title: str = "") -> tuple[Figure, Axes]:
-    """Create one panel with a row for each name, which stands to its left and wraps if it is long."""
+    """Create one panel with a row for each name, which is to its left and wraps if it is long."""
     lines = [fill(name, int(BESIDE * width / CHARACTER)) for name in names]
     room = max(0.24, LINE * (1 + max(text.count("\n") for text in lines)))
     figure, axes = single(width, room * len(names) + 0.2, title)

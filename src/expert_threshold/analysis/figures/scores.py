@@ -24,7 +24,7 @@ SEQUENCES, TOKENS = 3, 16
 POOLS = 96
 """The number of pools of each size in which the k-th largest score is measured."""
 SMALLEST, LARGEST = 64, 2**15
-"""The smallest and largest of these pools in tokens; none is larger than an eighth of the trace."""
+"""Smallest and largest pool size in tokens. A pool holds at most an eighth of the trace."""
 
 
 def rules_overview(material: Material) -> Data:

@@ -1,0 +1,80 @@
+"""Runs of `et train quickstart` as records, one JSON line each in FOLDER/records.jsonl; no run is trained twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+import expert_threshold
+from expert_threshold.cli import main as et
+from expert_threshold.cli.run_options import parse_run, resolve_run
+from expert_threshold.runs import RunFolder
+from expert_threshold.train.device import machine
+
+Record = dict[str, Any]
+
+
+def read(path: Path) -> list[Record]:
+    """Return the records in a file, none if it does not exist."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def record_run(
+    run: Record, options: str, data: Path, out: Path, checkpoints: int, measure: Callable[[RunFolder], Record] = {}.copy
+) -> None:
+    """Train a run, or resume it if it was interrupted, and append its record, unless the folder `out` already has it.
+
+    run: what identifies the run, with its tokens and seed. checkpoints: how many the run saves; only its last is kept.
+    measure: returns further fields of the record from the run's folder. Exits if the run fails or is interrupted.
+    """
+    path = out / "records.jsonl"
+    if any(run.items() <= each.items() for each in read(path)):
+        return
+    place = out / "runs" / "-".join(str(part).replace(", ", "_").replace(" ", "_") for part in run.values())
+    start, busy, resumed = time.time(), time.process_time(), (place / "config.json").exists()
+    given = ["quickstart", *f"{options} --tokens {run['tokens']} --seed {run['seed']}".split()]
+    steps = resolve_run(parse_run("et train", "", [], given)).train.steps
+    given += ["--eval-every", str(steps), "--checkpoint-every", str(max(1, steps // checkpoints))]
+    new = [*given, "--data", str(data), "--out", str(place)]
+    code = et(["train", *(["--resume", str(place)] if resumed else new)])
+    folder = RunFolder.open(place)
+    *lines, last = folder.metrics.read()
+    if code or last["split"] != "validation":
+        sys.exit(code or 130)
+    settled = [line for line in lines if line["split"] == "train" and line["step"] - line["steps"] >= steps / 4]
+    git = ["git", "-C", str(Path(expert_threshold.__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    made = run | {
+        "loss": last["loss"],
+        "load_training": worst_load(settled),
+        "load_validation": worst_load([last]),
+        "seconds": time.time() - start,
+        "processor_seconds": time.process_time() - busy,
+        "resumed": resumed,  # if so, seconds cover only the last part
+        "corpus": folder.section("corpus")["hash"],
+        "options": " ".join(given),
+        "versions": folder.section("versions"),
+        "machine": machine(torch.device("cpu")),
+        "commit": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip(),
+        "date": date.today().isoformat(),
+    }
+    made |= measure(folder)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(made) + "\n")
+    for checkpoint in sorted((place / "checkpoints").iterdir())[:-1]:
+        shutil.rmtree(checkpoint)
+
+
+def worst_load(lines: list[Record]) -> float | None:
+    """Return the worst layer's load, averaged over lines, or None if the model has no experts."""
+    loads = [max(layer["load_spread"] for layer in line["layers"].values()) for line in lines if line["layers"]]
+    return fmean(loads) if loads else None
