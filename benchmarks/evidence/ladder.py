@@ -1,0 +1,180 @@
+"""Measures how the gap between expert threshold and dense grows with tokens and parameters, predicted beforehand.
+
+    python benchmarks/evidence/ladder.py --data FOLDER/tokens --out FOLDER [--widths …] [--megatokens …] [--seeds …]
+    python benchmarks/evidence/ladder.py --predict WIDTH MEGATOKENS --out FOLDER > prediction.json
+    python benchmarks/evidence/ladder.py --show FOLDER [--prediction FILE …]
+
+Each rung is a width of `et train quickstart` and a number of tokens with its own schedule. Under one seed, the methods
+see the same tokens in the same order. The gap, a method's loss minus dense's, is fitted as g₀ + a·log₂ tokens +
+b·log₂ parameters over all pairs. A prediction leaves out the pairs of its own rung; its 95 % interval is for the mean
+gap of as many pairs as `--seeds`, from 10,000 bootstrap samples of the residuals. FOLDER/records.jsonl holds one JSON
+line per finished run. If the command is repeated, it skips these runs and resumes an interrupted one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from frontier import SHARED, SOFTMAX
+from study import Record, read, record_run
+
+from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
+from expert_threshold.runs import RunFolder
+
+RULES = {
+    "dense": "--rule dense",
+    "expert threshold": f"--rule expert_threshold {SOFTMAX}",
+    "token choice": f"--rule token_choice --rule.balance aux --rule.aux-strength 0.01 {SOFTMAX}",
+    "quantile balancing": f"--rule quantile_balancing {SOFTMAX}",
+}
+Rung = tuple[int, int]  # width and tokens
+
+
+def parameters(folder: RunFolder) -> Record:
+    """Return the number of a run's parameters."""
+    tensors = folder.load_checkpoint(folder.checkpoints()[-1], parts=("model",)).tensors["model"]
+    return {"parameters": sum(value.numel() for value in tensors.values() if value.is_floating_point())}
+
+
+class Gaps:
+    """The gaps of one method to dense, by rung, and their fit over log₂ tokens and log₂ dense parameters."""
+
+    def __init__(self, records: list[Record], method: str) -> None:
+        of = {(each["method"], each["width"], each["tokens"], each["seed"]): each for each in records}
+        self.by_rung: dict[Rung, list[float]] = defaultdict(list)
+        self.dense_parameters: dict[int, int] = {}
+        for (name, width, tokens, seed), base in of.items():
+            if name == "dense":
+                self.dense_parameters[width] = base["parameters"]
+                if other := of.get((method, width, tokens, seed)):
+                    if base["corpus"] != other["corpus"]:
+                        raise ValueError(f"width {width}, {tokens} tokens, seed {seed}: the pair's texts differ")
+                    self.by_rung[width, tokens].append(other["loss"] - base["loss"])
+
+    def row(self, rung: Rung) -> list[float]:
+        """Return the factors of g₀, a and b, so that the coefficients refer to 2M tokens and a million parameters."""
+        width, tokens = rung
+        return [1.0, math.log2(tokens / 2e6), math.log2(self.dense_parameters[width] / 1e6)]
+
+    def bootstrap(self, rung: Rung, pairs: int, without: Rung | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return samples of the coefficients and of the mean gap of new pairs on a rung."""
+        data = [(self.row(each), gap) for each, gaps in self.by_rung.items() if each != without for gap in gaps]
+        design, gaps = (np.array(part) for part in zip(*data, strict=True))
+        free = len(gaps) - np.linalg.matrix_rank(design)
+        if free < 2 or np.linalg.matrix_rank(design) < design.shape[1]:
+            raise ValueError(f"{len(gaps)} pairs are too few for the fit: it needs five, at two widths and two lengths")
+        inverse, random = np.linalg.pinv(design), np.random.default_rng(0)
+        fit = inverse @ gaps
+        residuals = (gaps - design @ fit) * math.sqrt(len(gaps) / free)
+        coefficients = (design @ fit + random.choice(residuals, (10_000, len(gaps)))) @ inverse.T
+        new = random.choice(residuals, (10_000, pairs)).mean(1)
+        return coefficients, coefficients @ np.array(self.row(rung)) + new
+
+
+def interval(samples: np.ndarray) -> list[float]:
+    """Return the mean and the 95 % interval of samples."""
+    return [round(float(value), 4) for value in (samples.mean(), *np.quantile(samples, (0.025, 0.975)))]
+
+
+def predict(records: list[Record], rung: Rung, pairs: int) -> Record:
+    """Return the prediction of every method's gap on a rung, without looking at runs of that rung."""
+    made: Record = {"width": rung[0], "tokens": rung[1], "pairs": pairs, "gap": {}, "coefficients": {}}
+    for method in list(RULES)[1:]:
+        gaps = Gaps(records, method)
+        if any(each != rung for each in gaps.by_rung):
+            coefficients, new = gaps.bootstrap(rung, pairs, without=rung)
+            made["gap"][method] = interval(new)
+            made["coefficients"][method] = {
+                name: interval(column) for name, column in zip(("g0", "a", "b"), coefficients.T, strict=True)
+            }
+    return made
+
+
+def table(records: list[Record]) -> str:
+    """Return a Markdown table with a row per rung: dense's loss, and each method's mean gap with its pairs."""
+    methods = [name for name in RULES if any(each["method"] == name for each in records)][1:]
+    lines = [f"| width | tokens | dense | {' | '.join(methods)} |", "| ---: " * (3 + len(methods)) + "|"]
+    gaps = {method: Gaps(records, method).by_rung for method in methods}
+    for width, tokens in sorted({(each["width"], each["tokens"]) for each in records}):
+        here = (each["loss"] for each in records if (each["width"], each["tokens"]) == (width, tokens)
+                and each["method"] == "dense")  # fmt: skip
+        words = [", ".join(f"{gap:+.4f}" for gap in gaps[method].get((width, tokens), ())) for method in methods]
+        lines.append(f"| {width} | {tokens / 1e6:g}M | {fmean(here):.4f} | {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
+def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
+    """Draw each pair's gap against tokens, a panel per method, a line per width, and predictions as intervals."""
+    from matplotlib.figure import Figure
+
+    methods = [name for name in RULES if any(each["method"] == name for each in records)][1:]
+    with style():
+        figure = Figure(figsize=(WIDE, 3.6), layout="constrained")
+        panels = figure.subplots(1, len(methods), sharey=True, squeeze=False)[0]
+        for panel, method in zip(panels, methods, strict=True):
+            gaps = Gaps(records, method)
+            panel.axhline(0, color=INK, linewidth=0.8)
+            for number, width in enumerate(sorted({rung[0] for rung in gaps.by_rung})):
+                mine = sorted((rung[1] / 1e6, values) for rung, values in gaps.by_rung.items() if rung[0] == width)
+                colour = METHODS[number]
+                panel.plot([x for x, _ in mine], [fmean(values) for _, values in mine], color=colour, linewidth=1.0)
+                points = [(x, value) for x, values in mine for value in values]
+                panel.plot(*zip(*points, strict=True), "o", color=colour, markersize=4, label=f"width {width}")
+                for each in predictions:
+                    if each["width"] == width and method in each["gap"]:
+                        mean, low, high = each["gap"][method]
+                        panel.errorbar(each["tokens"] / 1e6 * 1.06, mean, [[mean - low], [high - mean]], marker="_",
+                                       color=colour, linewidth=1.0, capsize=3, label=f"predicted, width {width}")  # fmt: skip
+            panel.set(xscale="log", xlabel="training tokens, millions", title=f"{method} minus dense")
+            panel.set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])
+            panel.minorticks_off()
+        panels[0].set_ylabel("gap in validation loss, nats per token")
+        panels[0].legend(frameon=False)
+        figure.savefig(path, dpi=160, facecolor="white")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("tokens"))
+    parser.add_argument("--out", type=Path, metavar="FOLDER")
+    parser.add_argument("--show", type=Path, metavar="FOLDER")
+    parser.add_argument("--predict", type=int, nargs=2, metavar=("WIDTH", "MEGATOKENS"))
+    parser.add_argument("--prediction", type=Path, nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--megatokens", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--methods", choices=RULES, nargs="+", default=["dense", "expert threshold"])
+    asked = parser.parse_args()
+    if (asked.out is None) == (asked.show is None):
+        parser.error("give --out FOLDER or --show FOLDER")
+    records = read((asked.out or asked.show) / "records.jsonl")
+    if asked.predict:
+        width, megatokens = asked.predict
+        print(json.dumps(predict(records, (width, megatokens * 1_000_000), len(asked.seeds)), indent=1))
+    elif asked.show:
+        print(table(records))
+        predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.prediction]
+        draw(records, predictions, asked.show / "ladder.png")
+    else:
+        for seed, megatokens, width, method in itertools.product(
+            asked.seeds, asked.megatokens, asked.widths, asked.methods
+        ):
+            run = {"method": method, "width": width, "tokens": megatokens * 1_000_000, "seed": seed}
+            options = f"{SHARED} --d-model {width} {RULES[method]}"
+            record_run(run, options, asked.data, asked.out, 4, parameters)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        print(f"ladder: {error}", file=sys.stderr)
+        sys.exit(2)
