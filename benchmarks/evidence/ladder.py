@@ -131,8 +131,16 @@ def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
                 for each in predictions:
                     if each["width"] == width and method in each["gap"]:
                         mean, low, high = each["gap"][method]
-                        panel.errorbar(each["tokens"] / 1e6 * 1.06, mean, [[mean - low], [high - mean]], marker="_",
-                                       color=colour, linewidth=1.0, capsize=3, label=f"predicted, width {width}")  # fmt: skip
+                        panel.errorbar(
+                            each["tokens"] / 1e6 * 1.06,
+                            mean,
+                            [[mean - low], [high - mean]],
+                            marker="_",
+                            color=colour,
+                            linewidth=1.0,
+                            capsize=3,
+                            label=f"predicted, width {width}",
+                        )
             panel.set(xscale="log", xlabel="training tokens, millions", title=f"{method} minus dense")
             panel.set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])
             panel.minorticks_off()
