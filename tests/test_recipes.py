@@ -179,7 +179,6 @@ def test_flags_go_before_the_recipe_and_its_preset_is_the_papers() -> None:
     )
     config = resolve_run(given)
     assert config.model.layers == 20
-    assert isinstance(config.model.rule, ExpertThreshold)
     assert (config.model.rule.decay, config.optim.matrix_lr) == (0.95, 0.01)
     small = resolve_run(
         parse_run("et train", "", [], ["quickstart", "--recipe", "d20_expert_threshold", "--data", "x.txt"])

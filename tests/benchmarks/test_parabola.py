@@ -39,8 +39,6 @@ SCALES = {"a": Scale(0.002, 0.2, log=True), "b": Scale(0, 1, log=False)}
 @pytest.mark.parametrize("noise", [0.0, 0.001])
 def test_the_flatness_of_a_planted_parabola_is_found(noise: float) -> None:
     a, b = fit_optima(planted(noise=noise), SCALES).values()
-    assert a is not None
-    assert b is not None
     assert a.best == pytest.approx(0.02, rel=1e-6 + 30 * noise)
     assert b.best == pytest.approx(0.5, rel=1e-6 + 30 * noise)
     reach = math.sqrt(0.005 / 0.05)
@@ -52,7 +50,6 @@ def test_the_flatness_of_a_planted_parabola_is_found(noise: float) -> None:
 def test_the_flat_range_stays_inside_the_searched_one() -> None:
     narrow = {"a": Scale(0.018, 0.025, log=True), "b": SCALES["b"]}
     a = fit_optima([each for each in planted(2000) if 0.018 <= each.options["a"] <= 0.025], narrow)["a"]
-    assert a is not None
     assert (a.low, a.high) == (0.018, 0.025)
 
 
@@ -87,7 +84,6 @@ def test_a_trial_that_failed_does_not_bend_the_parabola() -> None:
     ]
     found = fit_optima([*trials, trial(5, 5.0, a=0.15)], {"a": SCALES["a"]})
     assert found == fit_optima(trials, {"a": SCALES["a"]})
-    assert found["a"] is not None
     assert found["a"].best == pytest.approx(0.02)
 
 
@@ -96,7 +92,6 @@ def test_an_option_that_hardly_changes_the_loss_is_equally_good_in_its_whole_ran
     values = {math.exp(place): 3 + 1e-12 * place**2 for place in np.linspace(-3, 3, 12)}
     scales = {"a": Scale(math.exp(-3), math.exp(3), log=True)}
     found = fit_optima([trial(n, loss, a=a) for n, (a, loss) in enumerate(values.items())], scales)["a"]
-    assert found is not None
     assert (found.low, found.high) == (scales["a"].low, scales["a"].high)
 
 

@@ -111,7 +111,6 @@ def test_another_rate_becomes_the_model_s_own(made: Path, tmp_path: Path) -> Non
     options = ["--tokens", 4096, "--batch-size", 16, "--experts-per-token", 2.5, "--dtype", "float32"]
     assert et("calibrate", made / "expert_choice", "--to", tmp_path / "new", *options) == 0
     model, tokenizer = load_model(tmp_path / "new")
-    assert model.config.rule is not None
     assert model.config.rule.experts_per_token == 2.5
     tokens = pack(open_source(str(made / "corpus.jsonl")), tokenizer, "validation")
     for observation in evaluate(model, tokens, tokenizer).observations:

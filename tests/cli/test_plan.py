@@ -72,7 +72,6 @@ def measured(config: RunConfig, dtype: torch.dtype, folder: Path) -> int:
             for _ in range(config.train.accumulation):
                 tokens = torch.randint(config.model.vocab_size, shape)
                 output = model(tokens, tokens)
-                assert output.loss is not None
                 output.loss.backward()
                 observations = output.observations
                 del output
@@ -324,7 +323,6 @@ def test_a_files_options_of_the_rule_stay_where_a_flag_names_the_same_rule(tmp_p
     (tmp_path / "file.json").write_text('{"rule": {"decay": 0.3}}')
     for flags in ({}, {"rule.name": "expert_threshold"}):
         rule = resolve_run({"preset": "tiny", "config": str(tmp_path / "file.json")} | flags).model.rule
-        assert rule is not None
         assert rule.decay == 0.3
 
 

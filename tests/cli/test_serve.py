@@ -45,7 +45,6 @@ def test_a_run_is_served_until_the_server_is_interrupted(path: Path) -> None:
     process = Python(*command, environment={"ET_API_KEY": "key"})
     line = next(line for line in process.stderr if "running on" in line)
     found = re.search(r"http://127\.0\.0\.1:\d+", line)
-    assert found is not None
     with openai.OpenAI(base_url=f"{found[0]}/v1", api_key="key", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["run"]
         told = client.completions.create(model="run", prompt="the", max_tokens=3, temperature=0)  # draws may end
@@ -128,6 +127,5 @@ def test_samples_have_one_temperature_unless_told() -> None:
     """At 0.8, the former default, small models repeat themselves five times as often as real text does."""
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     field = re.search(r'id="temperature"[^>]* value="([^"]*)"', page)
-    assert field is not None
     option = next(option.default for option in command.OPTIONS if option.name == "temperature")
     assert float(field[1]) == option == inspect.signature(generate).parameters["temperature"].default == 1

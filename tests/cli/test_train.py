@@ -170,9 +170,7 @@ def test_a_run_begun_from_another_has_warmup_and_decay_of_its_own_length(tmp_pat
 
     def rule(*arguments: object) -> ExpertThreshold:
         given = parse_run("et train", "", train_command.OPTIONS, list(map(str, [*arguments, "--init-from", first])))
-        found = resolve_run(given).model.rule
-        assert isinstance(found, ExpertThreshold)
-        return found
+        return resolve_run(given).model.rule  # type: ignore[return-value]
 
     fresh = rule("--steps", 500)
     assert (fresh.warmup_steps, fresh.decay, fresh.estimator) == (100, 0.9619, "mean")

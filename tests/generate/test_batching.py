@@ -60,7 +60,6 @@ class Recorder(Engine):
 
     def _write(self, ready: dict[int, ActiveRequest]) -> None:
         for writing in ready.values():
-            assert writing.next is not None
             self.logits.setdefault(writing, []).append(writing.next.logits.clone())
         super()._write(ready)
 
@@ -172,7 +171,6 @@ def test_an_echoed_prompt_has_the_model_s_logprobs_and_its_own_text(
         likeliest = logprobs[i].topk(3)
         assert [token for token, _ in step.top] == likeliest.indices.tolist()
         assert [logprob for _, logprob in step.top] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
-        assert step.routing is not None
         for layer, routing in zip(step.routing, output.routings, strict=True):
             assert list(layer.experts) == routing.assignment[0, i + 1].nonzero()[:, 0].tolist()
     assert writing.finished

@@ -218,7 +218,6 @@ def require_captured_equals_called(rule: Rule | None, dispatch: str) -> None:
     torch.manual_seed(1)
     tokens.copy_(torch.randint_like(tokens, 256))
     for parameter in model.parameters():  # the graph adds to them
-        assert parameter.grad is not None
         parameter.grad.zero_()
     graph.replay()
     torch.testing.assert_close(loss, step(other, tokens, targets))

@@ -66,7 +66,6 @@ def test_a_comparison_finds_who_is_better_by_how_much_between_two_static_points(
         assert found.fanout == pytest.approx(1.25)
         assert found.difference == pytest.approx(off, abs=0.01)
         assert found.difference == pytest.approx(found.loss - (found.static_loss or 0))
-        assert found.interval is not None
         assert found.interval[0] < found.difference < found.interval[1]
         assert found.interval[1] - found.interval[0] < 0.05  # paired by document
     assert compare(static, sums(1.5, 2.1), targets.tolist()).lower is None

@@ -249,7 +249,6 @@ INTERFACES: dict[str, Callable[..., None]] = {
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_every_interface_gives_our_numbers(exported: Folder, interface: str, name: str, tmp_path: Path) -> None:
     logits = ours(exported(name))(tokens()).logits
-    assert logits is not None
     places = {"tmp_path": tmp_path} if "saved" in interface else {}
     INTERFACES[interface](load(exported(name)), logits.detach(), **places)
 

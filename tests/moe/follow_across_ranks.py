@@ -102,7 +102,6 @@ def check(name: str, wrap: Callable[..., nn.Module], rank: int, ranks: int, grou
     alone = Model(*RULES[name])
     optimizer = torch.optim.SGD(alone.parameters(), 0.1)
     mine = dist.new_subgroups(1)[0]  # a group of this rank
-    assert mine is not None
     follow(alone, optimizer, loss_scale=1 / MICRO_BATCHES, group=mine)
     steps(alone, optimizer, data, slice(None))
 

@@ -261,7 +261,6 @@ def by_hand(model: Foreign, x: Tensor) -> tuple[Tensor, Tensor]:
     h, losses = model.inner(x), torch.zeros(())
     for layer in model.layers:
         routing = layer.router(h)
-        assert routing.loss is not None
         h, losses = h + layer.compute(h, routing), losses + routing.loss
     return h, losses
 
@@ -320,9 +319,7 @@ def test_losses_reach_the_router_where_no_token_goes_to_an_expert(dispatch: str)
     y, observation = moe(x)
     assert int(observation.load.sum()) == 0
     y.sum().backward()
-    assert moe.router.weight.grad is not None
     assert moe.router.weight.grad.any()
-    assert x.grad is not None
     assert x.grad.any()
 
 
@@ -452,7 +449,6 @@ def test_what_the_pages_show_runs_and_ends_with_the_fanout_aimed_at(name: str, c
     shown: dict[str, Any] = {}
     exec(compile(code, name, "exec"), shown)
     if name == "docs/layer.md":
-        assert shown["layer"].router.weight.grad is not None
         assert torch.equal(shown["y"] == 0, ~shown["real"][..., None].expand(4, 16, 32))
         return
     assert int(shown["model"].moe.router.state.step) == 60

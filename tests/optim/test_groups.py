@@ -219,7 +219,6 @@ def test_embedding_and_head_move_as_in_torch(weight: str, rate: float, decay: fl
     for step in range(5):
         set_gradients(named, step)
         grad = named[f"{weight}.weight"].grad
-        assert grad is not None
         twin.grad = grad.clone()
         optimizer.step(step, 10)
         oracle.step()

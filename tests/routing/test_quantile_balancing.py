@@ -102,7 +102,6 @@ def test_a_histogram_of_equal_values_is_that_value() -> None:
 def test_inference_over_scores_is_a_biased_top_k_and_over_gates_none() -> None:
     state = PriceState(torch.arange(6.0), torch.tensor(2.0))
     bias, k = QuantileBalancing(6, 2).biased_top_k(state) or (None, 0)
-    assert bias is not None
     assert (bias.tolist(), k) == ([0, -0.5, -1, -1.5, -2, -2.5], 2)
     over_gates = QuantileBalancing(6, 2, over="gates")
     assert over_gates.biased_top_k(state) is None

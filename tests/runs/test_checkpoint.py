@@ -322,7 +322,6 @@ def save_parts(run: RunFolder, *ranks: Any) -> None:
     """Step 200 as ranks save it together; each has one tensor, "weight"."""
     parent = run.path / "checkpoints"
     temporary = checkpoint.begin(parent, 200)
-    assert temporary is not None
     files: checkpoint.Fingerprints = {}
     for rank, weight in enumerate(ranks):
         files |= checkpoint.write_files(temporary, {"model": {"weight": weight}}, rank)

@@ -245,7 +245,6 @@ def test_a_lock_is_refused_while_its_process_lives_and_taken_once_it_is_killed(r
             time.sleep(60)
     """
     with subprocess.Popen([sys.executable, "-c", program, run.path], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(ValueError, match=f"process {other.pid} "), run.lock():
             pass

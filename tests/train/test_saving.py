@@ -37,7 +37,6 @@ def test_a_write_that_fails_after_the_status_was_taken_is_told(tmp_path: Path, m
     saver.save(CHECKPOINT)
     status = saver.status()
     full.allowed.set()
-    assert saver._commit is not None
     assert saver._commit.exception(60) is not None
     saver.commit_if_written(status)
     with pytest.raises(OSError, match="No space left"):

@@ -114,7 +114,6 @@ def test_one_batch_can_be_learned_by_heart(rule: Rule | None) -> None:
     state.take_interval()
     train_step(state)
     interval = state.take_interval()
-    assert interval is not None
     assert interval.means["cross_entropy"] < 0.1 < math.log(VOCAB)
 
 
@@ -136,7 +135,6 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     assert train_step(state)
     assert (state.step, state.skipped, state.skipped_in_a_row) == (3, 1, 0)
     interval = state.take_interval()
-    assert interval is not None
     assert interval.means["loss"].isfinite()
     assert interval.steps == 2
     with pytest.raises(AssertionError):  # the comparison can fail
@@ -180,7 +178,6 @@ def test_an_observation_that_is_not_finite_changes_nothing(
     assert train_step(state)
     assert state.not_finite == ""
     interval = state.take_interval()
-    assert interval is not None
     assert all(value.isfinite().all() for value in interval.means.values())
 
 
@@ -201,7 +198,6 @@ def test_nothing_piles_up_between_steps(rule: Rule | None) -> None:
         train_step(state)
     assert 0 < alive() <= before
     interval = state.take_interval()
-    assert interval is not None
     assert not any(tensor.requires_grad for tensor in interval.means.values())
 
 
@@ -212,7 +208,6 @@ def test_an_interval_covers_all_steps_since_the_last() -> None:
         for _ in range(steps):
             train_step(state)
         interval = state.take_interval()
-        assert interval is not None
         assert interval.steps == steps
         assert interval.tokens_per_second > 0
     assert state.take_interval() is None
@@ -238,7 +233,6 @@ def test_a_line_of_metrics_has_the_numbers_of_each_layer_and_expert() -> None:
     for _ in range(3):
         train_step(state)
     interval = state.take_interval()
-    assert interval is not None
     seen = every[0] + every[1] + every[2]
     line = train_record(state.model, interval)["layers"]["1"]
     for name, value in (
@@ -265,7 +259,6 @@ def lines_every(rule: Rule | None, every: int, steps: int = 4) -> list[dict[str,
         train_step(state)
         if step % every == 0:
             interval = state.take_interval()
-            assert interval is not None
             lines.append(train_record(state.model, interval))
     return lines
 
@@ -294,10 +287,8 @@ def test_cutoffs_of_a_line_are_those_that_its_steps_were_routed_by() -> None:
     every = observed(state)
     for _ in range(3):
         cutoff = moe.router.thresholds()
-        assert cutoff is not None
         train_step(state)
         interval = state.take_interval()
-        assert interval is not None
         seen = every[-1]
         line = train_record(state.model, interval)["layers"]["1"]
         assert line["cutoff"] == pytest.approx(cutoff.tolist(), rel=1e-5, abs=1e-6)
