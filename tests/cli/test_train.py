@@ -188,24 +188,6 @@ def test_the_folder_of_a_run_is_named_after_preset_and_rule(
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "options", "parts"),
-    [
-        ("empty.txt", b"", [], ["contains no documents"]),
-        ("a.jsonl", b"no json\n", [], []),
-        ("a.parquet", b"no parquet", [], []),
-        ("a.csv", b"a,b", [], [".parquet"]),
-        ("a.jsonl", b'{"text": "x"}\n' * 9, ["--data.text-field", "body"], ["body"]),
-        ("a.jsonl", b'{"text": "x"}\n' * 9, [], ["no documents left for train"]),
-    ],
-)
-def test_data_that_cannot_be_read_is_refused_and_nothing_is_made(
-    name: str, data: bytes, options: list[str], parts: list[str], refused: Refused, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(data)
-    refused(["train", "tiny", "--data", tmp_path / name, *options, "--out", tmp_path / "run"], name, *parts)
-
-
-@pytest.mark.parametrize(
     ("command", "parts"),
     [
         ("train --out RUN", ["--out", "already exists", "--resume"]),

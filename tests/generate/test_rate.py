@@ -116,20 +116,6 @@ def test_what_has_no_such_rate_is_refused_everywhere(
     assert printed.err.count("\n") == 1
 
 
-def test_without_a_sketch_of_scores_it_is_said_how_to_get_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = small_model()
-    for _, moe in model.moe_layers():
-        moe.router.reset_state()
-    write_run(tmp_path / "run", model)
-    assert main(["generate", str(tmp_path / "run"), "--rate", "2"]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith("et generate: rate=2.0 ")
-    assert "et calibrate" in printed.err
-    assert printed.err.count("\n") == 1
-
-
 def test_generate_takes_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = small_model()
     write_run(tmp_path / "run", model)
