@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-import processes  # which tells the server of forks, before it starts, what to import
 from commands import Refused, content
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 # Without a GPU, kernels run in Triton's interpreter, which has to be said before triton is imported.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
+# What the server of forks imports before it forks.
+multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed", "expert_threshold.cli.train"])
+
 # What the user has downloaded is not for tests.
 os.environ["EXPERT_THRESHOLD_CACHE"] = os.devnull
 
@@ -43,15 +46,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # extension modules report what is never collected
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Stop a test's processes before the test's own time limit, which would lose what they wrote."""
-    marker, option = item.get_closest_marker("timeout"), item.config.getoption("timeout", None)
-    usual = item.config.getini("timeout") if item.config.pluginmanager.hasplugin("timeout") else 0
-    seconds = float(marker.args[0] if marker else usual if option is None else option)
-    processes.limit = 0.9 * seconds or None
 
 
 @pytest.fixture(autouse=True)

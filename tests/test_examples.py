@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from processes import run_python
+from commands import run_python
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples" / "first_look.ipynb"
 
 
 def run(name: str) -> str:
-    return run_python(ROOT / "examples" / name, strict=True)
+    return run_python("-W", "error", ROOT / "examples" / name)
 
 
 def test_rules_alone_balance_loads_as_they_say() -> None:
@@ -54,7 +54,7 @@ def test_the_first_look_runs_from_top_to_bottom(tmp_path: Path) -> None:
         print(kinds.count("image/png"), kinds.count("text/html"))
     """
     less = {"FIRST_LOOK": "--steps 4 --batch-size 4 --train.accumulation 1"}
-    assert run_python("-c", program, NOTEBOOK, environment=less, cwd=tmp_path).split()[-2:] == ["2", "1"]
+    assert run_python("-c", program, NOTEBOOK, cwd=tmp_path, **less).split()[-2:] == ["2", "1"]
 
 
 def test_the_first_look_is_saved_with_outputs_that_are_small_and_name_no_machine() -> None:

@@ -19,11 +19,10 @@ import pytest
 import torch
 
 from cases import et, write_text
-from commands import Refused, lines, read
+from commands import Refused, lines, read, run_python
 from expert_threshold.cli.run_options import resolve_run
 from expert_threshold.routing import RULES
 from expert_threshold.runs import RunFolder, load_model
-from processes import run_python
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "new_rule"

@@ -193,6 +193,7 @@ def test_a_file_goes_before_the_recipe(tmp_path: Path) -> None:
     config = resolve_run(parse_run("et train", "", [], ["tiny", "--recipe", "expert_threshold", "--config", str(file)]))
     assert isinstance(config.model.rule, ExpertChoice)
     assert config.train.steps == 9
+    assert resolve_run({"preset": "tiny", "config": str(file), "tokens": 20_480}).train.steps == 10
 
 
 def test_a_budget_without_a_recipe_scales_the_presets_intervals() -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tarfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from benchmarks.gpu.record import FORMAT, Record
 from benchmarks.gpu.setting import Case, NotRunError, OutOfTimeError, Setting, card, code, missing
 from benchmarks.gpu.stages import STAGES, summarise
 
-from cases import no_waiting
 from expert_threshold.runs import RunFolder
 
 pytestmark = pytest.mark.timeout(1500)
@@ -177,30 +175,6 @@ def test_stages_begin_without_rustbpe() -> None:
     """A machine with torch alone may lack it, and then correctness, parts and step ended before their first case."""
     program = "import sys; sys.modules['rustbpe'] = None\nfrom benchmarks.gpu.stages import *\nfor stage in STAGES:"
     subprocess.run([sys.executable, "-c", f"{program} module_of(stage)"], cwd=ROOT, check=True)
-
-
-def test_the_mode_in_which_waiting_is_an_error_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch warns once that it is a prototype; as an error, that left the mode on for the rest of the process."""
-    modes = []
-
-    def set_mode(mode: str) -> None:
-        modes.append(mode)
-        if len(modes) == 1:
-            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect", stacklevel=2)
-
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    with no_waiting():
-        assert modes == ["error"]
-    with pytest.raises(RuntimeError, match="waited"), no_waiting():
-        raise RuntimeError("waited")
-    assert modes == ["error", "default"] * 2
-
-
-def test_tests_run_without_pytest_timeout() -> None:
-    """The limit that pyproject.toml sets was then unknown, an error in the setup of every test."""
-    options = ["-q", "-p", "no:timeout", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestConfigWarning"]
-    options += ["-o", "addopts=--import-mode=importlib"]
-    subprocess.run([sys.executable, "-m", "pytest", *options, "tests/test_install.py"], cwd=ROOT, check=True)
 
 
 def test_ctrl_c_loses_nothing_and_the_next_call_goes_on_at_the_case_that_is_missing(dry: Dry) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -214,60 +212,33 @@ def test_what_does_not_fit_a_run_is_refused_and_the_run_unharmed(
     refused([given.get(word, word) for word in command.split()], *parts)
 
 
-def flip_a_byte(run: Path) -> None:
-    path = run / LAST
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+READERS = [
+    "generate RUN", "train --resume RUN", "train tiny --init-from RUN --out new", "calibrate RUN --to new",
+    "upcycle RUN --to new",
+]  # fmt: skip
+DAMAGE: list[tuple[str, str, object, list[str]]] = [
+    ("generate RUN", "model", 5, ["section 'model'"]),
+    ("train --resume RUN", "rule", None, ["rule"]),
+    *((command, "model.d_model", "x", ["copy/config.json: ", "d_model"]) for command in READERS),
+]
 
 
-def write(name: str, text: str) -> Callable[[Path], object]:
-    return lambda run: (run / name).write_text(text)
-
-
-def change(path: str, value: object) -> Callable[[Path], object]:
-    """Change the configuration of the run."""
-
-    def changed(run: Path) -> None:
-        with edit(run / "config.json") as config:
-            put(config, path, value)
-
-    return changed
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    "model": (change("model", 5), ["section 'model'"]),
-    "rule": (change("rule", None), ["rule"]),
-    "weights": (flip_a_byte, ["model.safetensors", "step"]),
-    "manifest": (
-        write("checkpoints/step_000004/manifest.json", '{"format": "pt", "files": {}}'),
-        ["manifest.json", "step_000002"],
-    ),
-    "foreign": (write("config.json", '{"model_type": "llama"}'), ["config.json", "not written by expert-threshold"]),
-    "tokenizer": (lambda run: (run / "tokenizer.json").unlink(), ["tokenizer.json", "missing"]),
-    "option": (change("model.d_model", "x"), ["copy/config.json: ", "d_model"]),
-}
-READERS = ["generate RUN", "train --resume RUN"]
-OF_OPTIONS = ["train tiny --init-from RUN --out new", "calibrate RUN --to new", "upcycle RUN --to new"]
-
-
-@pytest.mark.parametrize(
-    ("command", "damage"),
-    [*itertools.product(READERS, DAMAGE), *itertools.product(OF_OPTIONS, ["option"])],
-)
-def test_a_damaged_run_is_reported_and_left_as_it_is(
-    command: str, damage: str, copy: Path, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("command", "path", "value", "words"), DAMAGE)
+def test_a_damaged_option_is_named_with_its_file_which_is_left_as_it_is(
+    command: str, path: str, value: object, words: list[str], copy: Path, refused: Refused, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    spoil, parts = DAMAGE[damage]
-    spoil(copy)
-    refused([copy if word == "RUN" else word for word in command.split()], *parts)
+    with edit(copy / "config.json") as config:
+        put(config, path, value)
+    refused([copy if word == "RUN" else word for word in command.split()], *words)
 
 
 def test_an_export_with_a_damaged_option_is_not_imported(run: Path, refused: Refused, tmp_path: Path) -> None:
     exported = tmp_path / "exported"
     assert et("export", run, "--to", exported) == 0
-    change("d_model", "x")(exported)
+    with edit(exported / "config.json") as config:
+        config["d_model"] = "x"
     refused(["import", exported, "--out", tmp_path / "new"], f"{exported / 'config.json'}: d_model='x'", "at least 1")
 
 

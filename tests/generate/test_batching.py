@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from itertools import pairwise, product
-from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from expert_threshold.data import Tokenizer
 from expert_threshold.generate import decoder as decoder_module
 from expert_threshold.generate.engine import ActiveRequest, Engine, Request, Sampler, TextStream
 from expert_threshold.model import GPT
-from expert_threshold.moe import Router
-from expert_threshold.routing import ExpertChoice, Routing, observe
 
 BOS = small_tokenizer().bos
 
@@ -89,27 +86,6 @@ def test_in_strict_mode_logits_have_the_same_bits_alone_and_among_8_others(
     model = small_model(RULES[rule])
     model.compute_dtype = dtype
     assert same_bits(model, tokenizer)
-
-
-@pytest.mark.usefixtures("by_operations")
-def test_with_pools_instead_of_cutoffs_the_same_test_fails(tokenizer: Tokenizer) -> None:
-    """Expert choice as it trains: experts take the best tokens of a pool, here the last 8 to arrive."""
-    rule = ExpertChoice(4, 1, pool="batch")
-    model = small_model(rule)
-    assert same_bits(model, tokenizer)
-    pools: dict[object, torch.Tensor] = {}
-
-    def by_pool(self: Router, scores: torch.Tensor, pasts: object) -> Routing:
-        new = scores.flatten(0, 1)
-        pools[self] = torch.cat((pools.get(self, torch.zeros(8, 4)), new))[-max(8, len(new)) :]
-        assignment = rule.route(pools[self][None], rule.init(), training=True).assignment[0, -len(new) :]
-        assignment = assignment.view(scores.shape)
-        return Routing(
-            scores=scores, gates=scores.sigmoid(), assignment=assignment, observation=observe(scores, assignment)
-        )
-
-    with mock.patch.object(Router, "infer", by_pool):
-        assert not same_bits(model, tokenizer)
 
 
 @pytest.mark.usefixtures("by")

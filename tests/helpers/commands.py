@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,16 @@ def lines(path: Path) -> list[Any]:
 def write_lines(path: Path, records: Sequence[Any]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def run_python(*arguments: str | Path, path: Sequence[Path] = (), cwd: Path | None = None, **environment: str) -> str:
+    """Run Python to its end with exit code 0, and return its stdout. path: folders to import from before all others."""
+    folders = os.pathsep.join([*map(str, path), *sys.path])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": folders} | environment
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @contextlib.contextmanager

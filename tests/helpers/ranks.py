@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from processes import Python
 
 
 def run_on_ranks(script: Path, ranks: int, folder: Path, *more: str) -> None:
     """Run `python script RANK RANKS RENDEZVOUS_FILE MORE…` for every rank; each has to exit with 0. folder: an empty
     one.
+
+    Ranks are forks of a server that has imported torch: imports would take most of the time.
     """
-    rendezvous = folder / "rendezvous"
-    processes = [Python(script, str(rank), str(ranks), rendezvous, *more, strict=True) for rank in range(ranks)]
-    try:
-        with ThreadPoolExecutor(ranks) as readers:
-            ends = list(readers.map(Python.communicate, processes))
-    finally:
-        for process in processes:
-            process.kill()
-    assert [code for code, _, _ in ends] == [0] * ranks, "\n".join(err for _, _, err in ends)
+    arguments = (script, str(ranks), str(folder / "rendezvous"), *more)
+    start_processes(_run, arguments, nprocs=ranks, daemon=True, start_method="forkserver")
+
+
+def _run(rank: int, script: Path, *arguments: str) -> None:
+    warnings.simplefilter("error")
+    sys.argv = [str(script), str(rank), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def join() -> tuple[int, int, dist.ProcessGroup]:

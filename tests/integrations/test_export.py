@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cases import RULES, small_model, write_run
-from expert_threshold.cli import main
 from expert_threshold.integrations.export import export_run, import_folder
 from expert_threshold.model import TRUNKS
 from expert_threshold.routing import Rule
@@ -192,17 +191,3 @@ def test_an_import_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="No space left"):
         import_folder(folder, tmp_path / "new" / "out")
     assert set(tmp_path.iterdir()) == before
-
-
-def test_an_imported_run_generates_and_is_begun_from_but_not_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "run", small_model())
-    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "folder")]) == 0
-    assert main(["import", str(tmp_path / "folder"), "--out", str(tmp_path / "again")]) == 0
-    texts = []
-    for name in ("run", "again"):
-        capsys.readouterr()
-        assert main(["generate", str(tmp_path / name), "--prompt", "the ", "--seed", "1", "--max-tokens", "8"]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]

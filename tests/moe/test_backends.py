@@ -20,7 +20,7 @@ from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.kernels.segments import segments
 from expert_threshold.moe import BACKENDS, Experts, FeedForward, backends
 from expert_threshold.moe.backends import BY_NAME, FEW, Backend, auto, backend_named
-from expert_threshold.moe.backends.grouped import Plan, form_groups, most_slots, pack, sum_rows
+from expert_threshold.moe.backends.grouped import Plan, form_groups, most_slots
 from expert_threshold.moe.backends.static import PADDING_PER_BAG, is_native, sum_by_token
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, _FeedForwardFunction, plain
 from routed_sum import (
@@ -341,15 +341,3 @@ def test_groups_hold_every_expert_with_tokens_once_within_memory_and_padding(loa
 def test_experts_share_a_product_only_if_their_loads_are_similar() -> None:
     assert [group.experts for group in form_groups([10, 9, 10, 10], 1)] == [slice(0, 4)]
     assert [group.experts for group in form_groups([10, 9, 10, 1], 1)] == [slice(0, 2), slice(2, 3), slice(3, 4)]
-
-
-@given(assignment=st.integers(0, 2**24 - 1))
-def test_rows_packed_and_summed_back_are_the_fanout_times_themselves(assignment: int) -> None:
-    mask = torch.tensor([assignment >> bit & 1 for bit in range(24)], dtype=torch.bool).view(6, 4)
-    x = torch.arange(12.0).view(6, 2)
-    packing = pack(mask, form_groups(mask.sum(0).tolist(), 1))
-    packed = sum_rows(x, packing.token, packing.of_slot)
-    assert torch.equal(packed[packing.slot], x[packing.token])
-    assert packed.sum() == packed[packing.slot].sum()  # padding is zero
-    back = sum_rows(packed, packing.slot[packing.by_token], packing.of_token)
-    assert torch.equal(back, x * mask.sum(1, keepdim=True))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from expert_threshold.optim import (
     NANOCHAT,
@@ -21,13 +21,8 @@ from expert_threshold.optim import (
     OptimConfig,
     Optimizers,
     make_optimizers,
-    moves_matrices,
 )
 from expert_threshold.optim.groups import (
-    GROUPS,
-    OPTIMIZERS,
-    GroupSpec,
-    OptimizerSpec,
     falling,
     momentum_at,
     warmup,
@@ -348,42 +343,6 @@ def test_parameters_without_gradients_stay() -> None:
     optimizer.step(0, 10)
     assert all(torch.equal(named[name], before[name]) for name in named)
     assert optimizer.state_dict().counters["adamw.embed.weight.step"] == 0
-
-
-class Signs(torch.optim.SGD):
-    """Counts half steps."""
-
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {"seen": torch.zeros(())}
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["seen"] += 0.5
-            parameter.sub_(parameter.grad.sign(), alpha=self.param_groups[0]["lr"])
-
-
-def test_a_new_optimizer_is_a_row_of_each_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It trains by the schedule, is shared out by numbers, and saves its own state."""
-    kind = OptimizerSpec(
-        lambda params, config: Signs(params),
-        whole_matrices=False,
-        scaled=lambda config: False,
-        warmup_steps=lambda config: 2,
-        options=lambda step, progress, steps, config: {"momentum": 0.5 + step / 100},
-    )
-    monkeypatch.setitem(OPTIMIZERS, "signs", kind)
-    row = GroupSpec(lambda name, parameter: parameter.ndim > 2, lambda config: "signs", lambda config: 0.5)
-    monkeypatch.setitem(GROUPS, "experts", row)
-    named = model()
-    optimizer = optimizers(named, SHORT, 192)
-    assert members(optimizer, "experts") == {"blocks.1.moe.experts.up", "blocks.1.moe.experts.down"}
-    assert kinds(optimizer)["experts"] is Signs
-    assert optimizer.learning_rates(0, 10)["experts"] == 0.25
-    assert not moves_matrices("blocks.1.moe.experts.up", named["blocks.1.moe.experts.up"], SHORT)
-    train(named, optimizer, 0, 3)
-    assert optimizer.groups["experts"].optimizers[0].param_groups[0]["momentum"] == 0.52
-    assert optimizer.state_dict().counters["signs.blocks.1.moe.experts.up.seen"] == 1.5
 
 
 def test_moved_names_each_parameter_once_quick_optimizers_first() -> None:

@@ -199,12 +199,6 @@ def test_only_what_balances_by_a_loss_has_one_and_in_training_alone(rule: Rule, 
         assert loss is None
 
 
-# Purity, state and records
-
-
-# Observations
-
-
 @each(CASES)
 @both_modes
 def test_an_observation_says_what_happened(rule: Rule, training: bool) -> None:
@@ -212,9 +206,6 @@ def test_an_observation_says_what_happened(rule: Rule, training: bool) -> None:
     of_experts = scores[..., :EXPERTS]
     routing = rule.route(scores, state, training=training)
     seen, z, gates = routing.observation, routing.assignment.flatten(0, 1), routing.gates
-    assert seen.tokens == BATCH * TIME
-    assert torch.equal(seen.load, z.sum(0))
-    assert seen.fanout_counts.tolist() == [int((z.sum(1) == n).sum()) for n in range(EXPERTS + 1)]
     torch.testing.assert_close(seen.usage, z.float().mean(0))
     torch.testing.assert_close(seen.score_std, of_experts.flatten(0, 1).std(0, correction=0))
     torch.testing.assert_close(seen.gate_std, gates.flatten(0, 1).std(0, correction=0))

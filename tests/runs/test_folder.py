@@ -90,6 +90,9 @@ def test_a_tokenizer_of_another_model_is_refused(run: RunFolder) -> None:
     run.write_tokenizer(Tokenizer.train(["abc"], 257))
     with pytest.raises(ValueError, match=r"tokenizer\.json: has 257 tokens, but config\.json says 300;"):
         run.tokenizer()
+    run.tokenizer_path.unlink()
+    with pytest.raises(ValueError, match=r"tokenizer\.json: the file is missing"):
+        run.tokenizer()
 
 
 def test_a_folder_that_is_empty_or_holds_only_what_a_killed_run_left_can_become_a_run(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cases import RULES
+from commands import run_python
 from expert_threshold.train.log import Display, clock, summary
-from processes import run_python
 
 from .conftest import Plain, Start, tiny
 

@@ -7,6 +7,8 @@ import json
 import math
 import shutil
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -25,7 +27,6 @@ from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, Q
 from expert_threshold.runs import RunFolder, load_model
 from expert_threshold.train import TrainConfig, TrainResult
 from expert_threshold.train.checks import require_pools_fit
-from processes import Python
 
 from .conftest import Start, spoil, tiny
 
@@ -519,7 +520,9 @@ class Process:
 
     def __init__(self, path: Path, corpus: Path) -> None:
         arguments = [str(path), str(corpus), repr(LONG), repr(tiny().to_dict())]
-        self.process = Python("-c", textwrap.dedent(SCRIPT), *arguments)
+        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, text=True, **pipes)
         assert self.process.stdout.readline() == "waiting\n", self.process.communicate()
         while not RunFolder.open(path).checkpoints():  # it saves in the background
             time.sleep(0.01)
@@ -532,7 +535,8 @@ class Process:
 
     def end(self) -> tuple[int, str, str]:
         """Let it go on, and wait for its end."""
-        return self.process.communicate("\n")
+        out, err = self.process.communicate("\n")
+        return self.process.returncode, out, err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=lambda n: n.name)

@@ -18,7 +18,6 @@ from expert_threshold.model import GPTConfig
 from expert_threshold.optim import OptimConfig
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import TrainConfig
-from processes import Python
 from ranks import run_on_ranks
 
 from .across_ranks import text
@@ -39,8 +38,8 @@ USUAL = "--steps 8 --batch-size 4 --accumulation 1 --checkpoint-every 3 --eval-e
 
 def torchrun(*script: str) -> subprocess.CompletedProcess[str]:
     """Two ranks of `python SCRIPT`; options of torchrun may come first."""
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *script]
-    return subprocess.CompletedProcess(command, *Python(*command).communicate())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *script]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def tiny_run(folder: Path) -> list[str]:
@@ -144,13 +143,14 @@ def test_bad_input_ends_all_ranks_with_one_line_and_exit_code_2(
 
 def test_ranks_whose_launcher_is_killed_stop_and_save(tmp_path: Path) -> None:
     """They trained on to the last step, and could not save then."""
-    command = " ".join(tiny_run(tmp_path)).replace("--steps 8", "--steps 100000 --nproc 2")
-    launcher = Python("-m", "expert_threshold", *command.replace("--checkpoint-every 3", "").split())
+    line = " ".join(tiny_run(tmp_path)).replace("--steps 8", "--steps 100000 --nproc 2")
+    command = [sys.executable, "-m", "expert_threshold", *line.replace("--checkpoint-every 3", "").split()]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     folder = RunFolder(tmp_path / "run")
     while not folder.metrics.read():  # the empty file is there before the first step
         time.sleep(0.1)
     launcher.kill()
-    _, out, _ = launcher.communicate()  # until the ranks exit
+    out, _ = launcher.communicate()  # until the ranks exit
     saved = folder.load_checkpoint().step
     assert saved % 250 > 0  # no step at which it would have saved anyway
     assert f"stopped at step {saved} of 100000; to continue" in out
