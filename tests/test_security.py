@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 
-from cases import et, write_bundle, write_text
+from cases import et, write_bundle, write_shards, write_text
 from commands import edit
 from expert_threshold import full_run
 from expert_threshold.analysis.records import read_run
@@ -92,10 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.rmtree(folder / "run/checkpoints/step_000002")
         assert et("evaluate", folder / "run") == 0
         assert et("export", folder / "run", "--to", folder / "exported") == 0
-        (folder / "shards").mkdir()
-        for name in ("a", "b"):
-            table = pyarrow.table({"text": [f"the cat sat on the mat {name} {i}" for i in range(90)]})
-            pyarrow.parquet.write_table(table, folder / "shards" / f"{name}.parquet")
+        write_shards(folder / "shards", [f"the cat sat on the mat {i}" for i in range(180)], 2)
         tokenizer = ["--tokenizer", folder / "run/tokenizer.json"]
         assert et("data", "tokenize", folder / "shards", *tokenizer, "--out", folder / "tokens") == 0
     task = "icl_tasks:\n- {label: t, dataset_uri: t.jsonl, num_fewshot: [0], icl_task_type: language_modeling}\n"

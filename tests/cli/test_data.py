@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from cases import et
+from cases import et, write_shards
 from commands import Options, Refused, lines, write_lines
 from expert_threshold.data import Tokenizer, open_source, public
 from expert_threshold.data.public import VARIABLE
@@ -73,15 +73,6 @@ def small() -> Options:
     return ["tiny", *SIZES.split(), "--threads", 1, "--eval-tokens", 64]
 
 
-def write_shards(folder: Path) -> Path:
-    """Three shards of three row groups each."""
-    folder.mkdir(parents=True)
-    for third in range(3):
-        table = pyarrow.table({"text": TEXTS[30 * third : 30 * third + 30]})
-        pyarrow.parquet.write_table(table, folder / f"shard_{third}.parquet", row_group_size=10)
-    return folder
-
-
 def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
     world: None, cache: Path, small: Options, refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +129,7 @@ def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_i
     refused: Refused, tmp_path: Path
 ) -> None:
     """Regression: it was written next to the folder, but looked for next to the shards."""
-    shards = write_shards(tmp_path / "text" / "data")
+    shards = write_shards(tmp_path / "text" / "data", TEXTS)
     assert et("data", "tokenizer", tmp_path / "text", "--vocab-size", 270) == 0
     assert et("data", "tokenize", tmp_path / "text", "--out", tmp_path / "tokens") == 0
     first, second = (Tokenizer.load(tmp_path / name / "tokenizer.json").hash for name in ("text", "tokens"))
@@ -162,7 +153,7 @@ def test_a_data_set_of_the_hub_is_downloaded_into_a_folder_to_train_on(
 
 
 def test_damaged_shards_are_refused_by_name(small: Options, refused: Refused, tmp_path: Path) -> None:
-    shards = write_shards(tmp_path / "text")
+    shards = write_shards(tmp_path / "text", TEXTS)
     damaged = shards / "shard_0.parquet"
     damaged.write_bytes(damaged.read_bytes()[:4] + bytes(60) + damaged.read_bytes()[64:])
     make = ["data", "tokenizer", shards, "--vocab-size", 270]

@@ -100,7 +100,7 @@ def test_widths_that_do_not_go_up_and_models_with_experts_are_refused() -> None:
 
 def test_a_dense_run_is_upcycled_and_trained_on(tmp_path: Path) -> None:
     text = write_text(tmp_path / "corpus.jsonl")
-    small = ["--data", text, "--batch-size", 4, "--threads", 1, "--dtype", "float32", "--eval-every", 6]
+    small = ["--data", text, "--batch-size", 4, "--threads", 1, "--dtype", "float32", "--eval-every", "none"]
     sizes = ["--vocab-size", 270, "--context", 64]
     dense_run, start, moe_run = (tmp_path / name for name in ("dense", "start", "moe"))
     assert et("train", "tiny", *small, *sizes, "--rule", "dense", "--steps", 6, "--out", dense_run) == 0
@@ -110,13 +110,9 @@ def test_a_dense_run_is_upcycled_and_trained_on(tmp_path: Path) -> None:
     tokens = TOKENS[:, :64]
     old, new = (load_model(run)[0] for run in (dense_run, start))
     torch.testing.assert_close(new(tokens).logits, old(tokens).logits, rtol=1e-5, atol=1e-5)
-    options = ["--steps", 12, "--rule.warmup-steps", 4, "--log-every", 1, "--out", moe_run]
-    assert et("train", "tiny", "--init-from", start, *small, *options) == 0
-    logged = {run: lines(run / "metrics.jsonl") for run in (dense_run, moe_run)}
-    losses = [line["loss"] for line in logged[moe_run] if line["split"] == "train"]
-    validated = {run: [line["loss"] for line in logged[run] if line["split"] == "validation"] for run in logged}
-    assert losses[0] < logged[dense_run][0]["loss"]  # it keeps what the dense run learned
-    assert validated[moe_run][-1] < validated[dense_run][-1]
+    assert et("train", "tiny", "--init-from", start, *small, "--steps", 6, "--log-every", 1, "--out", moe_run) == 0
+    first, second = (lines(run / "metrics.jsonl")[0]["loss"] for run in (dense_run, moe_run))
+    assert second < first  # it keeps what the dense run learned
     trained = load_model(moe_run)[0]
     assert all(moe.experts.down.any() for _, moe in trained.moe_layers())
     trained.set_rate(2)

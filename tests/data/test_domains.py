@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
+from cases import write_shards
 from expert_threshold.data import open_held_out, open_source
 
 
@@ -33,8 +32,7 @@ def test_embedded_holds_out_its_validation_split_and_code_only_the_source(
 
 
 def test_of_shards_it_is_the_last_and_of_one_file_everything(tmp_path: Path) -> None:
-    for i in range(3):
-        pyarrow.parquet.write_table(pyarrow.table({"text": [f"text {i}"]}), tmp_path / f"shard_{i}.parquet")
+    write_shards(tmp_path, ["text 0", "text 1", "text 2"])
     assert held_out(tmp_path) == ["text 2"] == list(open_source(str(tmp_path)).documents("validation"))
     assert held_out(tmp_path / "shard_0.parquet") == ["text 0"]
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import write_shards
 from commands import content
 from expert_threshold.data import IGNORED, Batch, Corpus, Loader, Position, Tokenizer, Tokens, open_source, pack
 from expert_threshold.data.loader import Stream
@@ -63,15 +62,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(TEXTS, 300)
-
-
-def write_shards(folder: Path, shards: int = 4, row_group_size: int = 16) -> Path:
-    folder.mkdir(exist_ok=True)
-    each = len(TEXTS) // shards
-    for shard in range(shards):
-        table = pyarrow.table({"text": TEXTS[shard * each : (shard + 1) * each]})
-        pyarrow.parquet.write_table(table, folder / f"shard_{shard}.parquet", row_group_size=row_group_size)
-    return folder
 
 
 def epoch_of(loader: Loader, epoch: int) -> list[int]:
@@ -214,7 +204,7 @@ def test_memory_stays_flat_over_blocks_and_epochs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_shards_are_opened_without_reading_their_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_shards(tmp_path / "shards")
+    folder = write_shards(tmp_path / "shards", TEXTS, 4, 16)
     monkeypatch.setattr("pyarrow.parquet.ParquetFile.iter_batches", None)
     corpus = open_source(str(folder))
     assert corpus.sizes["train"].documents == 180
@@ -223,18 +213,18 @@ def test_shards_are_opened_without_reading_their_text(tmp_path: Path, monkeypatc
 
 
 def test_the_hash_of_shards_follows_names_and_contents(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "shards")
+    folder = write_shards(tmp_path / "shards", TEXTS, 4, 16)
     before = open_source(str(folder)).hash
-    assert open_source(str(write_shards(tmp_path / "again"))).hash == before
+    assert open_source(str(write_shards(tmp_path / "again", TEXTS, 4, 16))).hash == before
     (folder / "shard_0.parquet").rename(folder / "shard_00.parquet")
     assert open_source(str(folder)).hash != before
-    write_shards(folder, row_group_size=15)
+    write_shards(folder, TEXTS, 4, 15)
     (folder / "shard_00.parquet").unlink()
     assert open_source(str(folder)).hash != before
 
 
 def test_streaming_shards_meets_every_document_and_resumes(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
     parts = parts_of(corpus, tokenizer)
     loader = Loader(parts, 1, 32, seed=3, threads=2)
     everything = pack(corpus, tokenizer, "train")
@@ -250,7 +240,7 @@ def parts_of(corpus: Corpus, tokenizer: Tokenizer) -> TextParts:
 
 
 def test_packing_stops_once_there_is_enough(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
     everything = pack(corpus, tokenizer, "validation")
     some = pack(corpus, tokenizer, "validation", max_tokens=10)
     assert 10 <= len(some) < len(everything)
@@ -263,7 +253,7 @@ def test_fineweb_edu_opens_the_downloaded_shards(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("EXPERT_THRESHOLD_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"fineweb-edu is not in .*: download it with et data fineweb-edu --shards N"):
         open_source("fineweb-edu")
-    folder = write_shards(tmp_path / "fineweb-edu", shards=3)
+    folder = write_shards(tmp_path / "fineweb-edu", TEXTS)
     (folder / "shard_0.parquet").rename(folder / "shard_00000.parquet")
     (folder / "shard_1.parquet").rename(folder / "shard_01822.parquet")
     (folder / "shard_2.parquet").unlink()
@@ -289,7 +279,7 @@ def tokenized(corpus: Corpus, tokenizer: Tokenizer, folder: Path, **options: Any
 
 
 def test_tokens_on_disk_give_the_same_batches_as_their_shards(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
     tokenized(corpus, tokenizer, tmp_path / "tokens")
     stored = open_source(str(tmp_path / "tokens"))
     assert (stored.hash, stored.sizes) == (corpus.hash, corpus.sizes)
@@ -307,7 +297,7 @@ def test_tokens_on_disk_give_the_same_batches_as_their_shards(tmp_path: Path, to
 
 
 def test_tokenizing_resumes_where_it_was_interrupted(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
     tokenized(corpus, tokenizer, tmp_path / "whole")
 
     def interrupt(done: int, total: int) -> None:
@@ -328,7 +318,7 @@ def test_tokenizing_resumes_where_it_was_interrupted(tmp_path: Path, tokenizer: 
 def test_tokenizing_goes_on_after_a_full_disk(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    corpus, out = open_source(str(write_shards(tmp_path / "shards"))), tmp_path / "tokens"
+    corpus, out = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16))), tmp_path / "tokens"
 
     def full(self: Tokenizer, path: Path) -> None:
         path.write_text("{")
@@ -343,7 +333,7 @@ def test_tokenizing_goes_on_after_a_full_disk(
 
 
 def test_a_folder_of_other_tokens_is_left_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
     out = tmp_path / "tokens"
     tokenized(corpus, tokenizer, out)
     with pytest.raises(ValueError, match=r"holds other text or another tokenizer's tokens; name another --out"):
@@ -356,7 +346,7 @@ def test_a_folder_of_other_tokens_is_left_alone(tmp_path: Path, tokenizer: Token
 
 
 def test_damaged_token_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
     out = tmp_path / "tokens"
     tokenized(corpus, tokenizer, out)
     path = out / "train" / "000000.npz"

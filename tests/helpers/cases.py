@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pyarrow
 import torch
+from pyarrow import parquet
 from torch import Tensor
 
 from expert_threshold.cli import main
@@ -117,6 +119,16 @@ def write_text(path: Path, text: str = TEXT, *, documents: int = 30, words: int 
     texts = [" ".join(some[(i * j) % len(some)] for j in range(words)) for i in range(1, documents + 1)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
+
+
+def write_shards(folder: Path, texts: Sequence[str], shards: int = 3, row_group_size: int = 10) -> Path:
+    """A folder of shard_0.parquet and so on, each with its part of the texts in a column `text`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = len(texts) // shards
+    for shard in range(shards):
+        table = pyarrow.table({"text": texts[shard * size : (shard + 1) * size]})
+        parquet.write_table(table, folder / f"shard_{shard}.parquet", row_group_size=row_group_size)
+    return folder
 
 
 def write_bundle(path: Path, tasks: str, rows: dict[str, tuple[float, list[dict[str, Any]]]]) -> Path:

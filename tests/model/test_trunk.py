@@ -15,7 +15,8 @@ from expert_threshold.model import GPT, TRUNKS, GPTConfig, flops_per_token, para
 from expert_threshold.model.attention import Attention, attend, norm, rotary, rotary_norm
 from expert_threshold.routing import ExpertThreshold, Rule
 
-VOCAB, CONTEXT = 61, 16
+from .test_gpt import CONTEXT, VOCAB, tokens_of
+
 SIZES = {"vocab_size": VOCAB, "context": CONTEXT, "layers": 4, "heads": 4, "d_expert": 24, "d_feed_forward": 48}
 ALL = PIECES["all of them"]
 pieces = pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
@@ -33,10 +34,6 @@ def lively(**changes: Any) -> Any:
             if weight.ndim == 1:
                 weight.normal_(0, 0.5)
     return model
-
-
-def tokens_of(batch: int, time: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, VOCAB, (batch, time), generator=torch.Generator().manual_seed(seed))
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
+from cases import write_shards
 from expert_threshold.data import Tokenizer, loader
 from expert_threshold.runs import RunFolder
 
@@ -26,12 +25,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """Three shards of 40 documents, the last for validation."""
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for shard in range(3):
-        table = pyarrow.table({"text": TEXTS[40 * shard : 40 * shard + 40]})
-        pyarrow.parquet.write_table(table, folder / f"{shard}.parquet", row_group_size=4)
-    return folder
+    return write_shards(tmp_path / "shards", TEXTS, row_group_size=4)
 
 
 def weights(folder: Path) -> bytes:
