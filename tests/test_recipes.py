@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import et, write_text
+from cases import et
 from commands import Refused
 from expert_threshold.cli.run_options import parse_run, resolve_run
 from expert_threshold.config import RUNS, RunConfig, resolve, scaled_optim
@@ -21,7 +21,6 @@ from expert_threshold.optim import NANOCHAT, RELEASE, TUNED, make_optimizers
 from expert_threshold.plan import window
 from expert_threshold.recipes import PAPER_STEPS, RECIPES, scaled_decay
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
-from expert_threshold.runs import RunFolder
 from expert_threshold.train.checks import require_pools_fit
 
 K = 1024
@@ -214,15 +213,6 @@ def test_et_recipes_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in table
     assert rows["expert_threshold"]["pool"] == 512 * K
     assert rows["expert_threshold"]["paper"]["cross_entropy"] == 2.844
-
-
-def test_a_recipe_trains(tmp_path: Path) -> None:
-    text, out = write_text(tmp_path / "text.jsonl"), tmp_path / "run"
-    small = ["tiny", "--vocab-size", 270, "--context", 32, "--data", text, "--threads", 1]
-    assert et("train", "--recipe", "expert_choice_8k", *small, "--tokens", 1100, "--out", out) == 0
-    config = RunFolder.open(out).config
-    assert config["rule"]["pool"] == 4 * 32
-    assert config["train"]["steps"] == 2
 
 
 @pytest.mark.parametrize(

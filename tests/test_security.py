@@ -93,9 +93,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_shards(folder / "shards", [f"the cat sat on the mat {i}" for i in range(180)], 2)
         tokenizer = ["--tokenizer", folder / "run/tokenizer.json"]
         assert et("data", "tokenize", folder / "shards", *tokenizer, "--out", folder / "tokens") == 0
-    task = "icl_tasks:\n- {label: t, dataset_uri: t.jsonl, num_fewshot: [0], icl_task_type: language_modeling}\n"
     (folder / "options.json").write_bytes((folder / "run/config.json").read_bytes())
-    write_bundle(folder / "bundle", task, {"t": (0.0, [{"context": "the cat", "continuation": " sat"}] * 2)})
+    rows = [{"context": "the cat", "continuation": " sat"}] * 2
+    write_bundle(folder / "bundle", {"t": ("language_modeling", 0, 0.0, rows)})
     return folder
 
 

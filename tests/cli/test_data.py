@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
-import zipfile
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from cases import et, write_shards
+from cases import et, write_bundle, write_shards
 from commands import Options, Refused, lines, write_lines
 from expert_threshold.data import Tokenizer, open_source, public
 from expert_threshold.data.public import VARIABLE
 from expert_threshold.runs import RunFolder
 
 TEXTS = [f"Document {number} of the shards: " + "it says little. " * (number % 9) for number in range(90)]
-BUNDLE = {
-    "core.yaml": """icl_tasks:
-- label: capitals
-  dataset_uri: world/capitals.jsonl
-  num_fewshot: [0]
-  icl_task_type: language_modeling
-""",
-    "eval_meta_data.csv": "Eval Task,Task Category,Task Type,#shots,#datapoints,Random baseline\n"
-    "capitals,world knowledge,language modeling,0,1,0\n",
-    "eval_data/world/capitals.jsonl": json.dumps({"context": "The capital of France is", "continuation": "Paris"})
-    + "\n",
-}
 
 
 @pytest.fixture
@@ -41,19 +27,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> None:
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A download of shards and the eval bundle that always works."""
+    capitals = [{"context": "The capital of France is", "continuation": "Paris"}]
+    write_bundle(tmp_path / "world" / "eval_bundle", {"capitals": ("language_modeling", 0, 0, capitals)})
+    archive = shutil.make_archive(str(tmp_path / "world"), "zip", tmp_path / "world")
 
     def content(name: str) -> bytes:
-        buffer = io.BytesIO()
         if name.endswith(".zip"):
-            with zipfile.ZipFile(buffer, "w") as archive:
-                for path, text in BUNDLE.items():
-                    archive.writestr(f"eval_bundle/{path}", text)
-        else:
-            third = {"shard_00000": 0, "shard_01822": 60}.get(Path(name).stem, 30)
-            table = pyarrow.table({"text": TEXTS[third : third + 30]})
-            pyarrow.parquet.write_table(table, buffer, row_group_size=10)
+            return Path(archive).read_bytes()
+        buffer = io.BytesIO()
+        third = {"shard_00000": 0, "shard_01822": 60}.get(Path(name).stem, 30)
+        table = pyarrow.table({"text": TEXTS[third : third + 30]})
+        pyarrow.parquet.write_table(table, buffer, row_group_size=10)
         return buffer.getvalue()
 
     def download(dataset: str, names: list[str], folder: Path, *_: object) -> None:

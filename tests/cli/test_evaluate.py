@@ -23,20 +23,6 @@ from expert_threshold.evaluation import centred, evaluate, evaluate_task, read_r
 from expert_threshold.runs import RunFolder, load_model
 from expert_threshold.train.log import Display
 
-CORE_YAML = """\
-icl_tasks:
--
-  label: copy
-  dataset_uri: copy.jsonl
-  num_fewshot: [1]
-  icl_task_type: language_modeling
--
-  label: animals
-  dataset_uri: animals.jsonl
-  num_fewshot: [0]
-  icl_task_type: multiple_choice
-"""
-
 
 @pytest.fixture(scope="module")
 def choice(small: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -59,7 +45,8 @@ def runs(run: Path, choice: Path, tmp_path: Path) -> Path:
 def bundle(tmp_path: Path) -> Path:
     copy = [{"context": f"cat {i}", "continuation": f"cat {i}"} for i in range(5)]
     animals = [{"query": "the cat sat on", "choices": ["a mat", "xylophone"], "gold": i % 2} for i in range(4)]
-    return write_bundle(tmp_path / "bundle", CORE_YAML, {"copy": (0, copy), "animals": (50, animals)})
+    tasks = {"copy": ("language_modeling", 1, 0, copy), "animals": ("multiple_choice", 0, 50, animals)}
+    return write_bundle(tmp_path / "bundle", tasks)
 
 
 def read(run: Path) -> Any:
@@ -228,7 +215,7 @@ def test_a_task_is_evaluated_again_after_its_prompt_format_changes(
 
     monkeypatch.setattr(results, "evaluate_task", count)
     yaml = (bundle / "core.yaml").read_text()
-    for shots in ("[1]", "[1]", "[2]", "[2]\n  continuation_delimiter: '-'"):
+    for shots in ("[1]", "[1]", "[2]", "[2], continuation_delimiter: '-'"):
         (bundle / "core.yaml").write_text(yaml.replace("num_fewshot: [1]", f"num_fewshot: {shots}"))
         assert et(*evaluate) == 0
     assert len(asked) == len(set(asked)) == 3
@@ -271,7 +258,8 @@ def test_a_core_belongs_to_one_bundle_and_its_tasks(
     """Regression: the CORE of a second bundle, with one task, was shown with both bundles' tasks, also on a card."""
     run = runs / "threshold"
     one = Path(shutil.copytree(bundle, tmp_path / "one"))
-    (one / "core.yaml").write_text(CORE_YAML[: CORE_YAML.index("-\n  label: animals")])
+    yaml = (one / "core.yaml").read_text()
+    (one / "core.yaml").write_text(yaml[: yaml.index("- {label: animals")])
     assert et("evaluate", run, "--bundle", bundle, "--no-validation") == 0
     both = read(run)["core"]
     monkeypatch.setattr(results, "evaluate_task", None)  # a task that both have is known
@@ -327,8 +315,8 @@ def test_results_of_other_options_of_the_model_are_not_its_own(runs: Path) -> No
 
 
 def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundle: Path) -> None:
-    for name in ("core.yaml", "eval_meta_data.csv"):
-        (bundle / name).write_text((bundle / name).read_text().replace("animals\n", "agi_eval_lsat_ar\n"))
+    yaml = (bundle / "core.yaml").read_text()
+    (bundle / "core.yaml").write_text(yaml.replace("label: animals", "label: agi_eval_lsat_ar"))
     (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ncopy,0\nagi_eval_lsat_ar,20\n")
     run = runs / "threshold"
     for name, baseline in (("nanochat", 0.2), ("dclm", 0.25)):

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from test_stream import Parts
 
 from expert_threshold.data import Loader, Tokens, loader
 from ranks import join, leave
 
 
-class Parts:
+class Watched(Parts):
     """Twenty parts, the last of which can be damaged; what was read here is noted."""
 
-    dtype = np.dtype(np.uint16)
-    bytes = (100,) * 20
-
     def __init__(self, damaged: bool = False) -> None:
-        self.damaged = damaged
-        self.seen: set[int] = set()
+        super().__init__([[part % 4 + 1, 7] for part in range(20)])
+        self.bytes, self.damaged, self.seen = [100] * 20, damaged, set[int]()
 
     def read(self, part: int) -> Tokens:
         self.seen.add(part)
         if self.damaged and part == 19:
             raise ValueError("part 19 is damaged: größer")
-        lengths = [part % 4 + 1, 7]
-        ids = np.arange(100 * part, 100 * part + sum(lengths)).astype(np.uint16)
-        return Tokens(ids, np.cumsum([0, *lengths]), 100)
+        return super().read(part)
 
 
 def batches(loader: Loader, count: int) -> Iterator[torch.Tensor]:
@@ -37,8 +32,8 @@ def batches(loader: Loader, count: int) -> Iterator[torch.Tensor]:
 
 
 def check_equal(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    parts = Parts()
-    alone = Loader(Parts(), 2 * ranks, 5, seed=1)
+    parts = Watched()
+    alone = Loader(Watched(), 2 * ranks, 5, seed=1)
     mine = Loader(parts, 2, 5, seed=1, rank=rank, ranks=ranks, group=group, threads=2)
     for theirs, ours in zip(batches(alone, 5), batches(mine, 5), strict=True):
         torch.testing.assert_close(ours, theirs[:, 2 * rank : 2 * rank + 2], rtol=0, atol=0)
@@ -49,7 +44,7 @@ def check_equal(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
 
 def check_faults(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
     """One rank finds the damage; all end with its message."""
-    loader = Loader(Parts(damaged=True), 2, 5, seed=1, rank=rank, ranks=ranks, group=group)
+    loader = Loader(Watched(damaged=True), 2, 5, seed=1, rank=rank, ranks=ranks, group=group)
     with pytest.raises(ValueError, match=r"^part 19 is damaged: größer$"):
         list(batches(loader, 40))
 

@@ -241,28 +241,10 @@ def make_questions(kind: Any) -> list[Question]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("context", [256, 24])
-def test_answers_in_batches_and_behind_a_shared_prefix_are_those_one_by_one(
-    tokenizer: Tokenizer, kind: Any, rule: Rule | None, context: int
-) -> None:
-    model, questions = make_model(tokenizer, rule, context), make_questions(kind)
-    alone = ModelScorer(model, tokenizer, tokens_at_once=1, shared_prefix=10**9)
-    one_by_one = [answer for question in questions for answer in alone([question])]
-    for shared_prefix in (1, 10**9):
-        for answer, expected in zip(
-            ModelScorer(model, tokenizer, shared_prefix=shared_prefix)(questions), one_by_one, strict=True
-        ):
-            assert answer.penalties == pytest.approx(expected.penalties, abs=1e-4)
-            assert (answer.cropped, answer.cut) == (expected.cropped, expected.cut)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_penalties_are_those_of_one_plain_forward_per_prompt(tokenizer: Tokenizer, kind: Any) -> None:
     model = make_model(tokenizer, RULES["expert_threshold"], context=40)
-    cropped = 0
-    for question in make_questions(kind):
-        (answer,) = ModelScorer(model, tokenizer)([question])
+    cropped, questions = 0, make_questions(kind)
+    for question, answer in zip(questions, ModelScorer(model, tokenizer)(questions), strict=True):
         sequences = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in question.prompts]
         scored = continuations(kind, sequences)
         cropped += answer.cropped

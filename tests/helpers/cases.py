@@ -15,6 +15,7 @@ import torch
 from pyarrow import parquet
 from torch import Tensor
 
+from commands import write_lines
 from expert_threshold.cli import main
 from expert_threshold.data import Tokenizer, open_source
 from expert_threshold.model import GPT, TRUNKS, GPTConfig
@@ -131,14 +132,16 @@ def write_shards(folder: Path, texts: Sequence[str], shards: int = 3, row_group_
     return folder
 
 
-def write_bundle(path: Path, tasks: str, rows: dict[str, tuple[float, list[dict[str, Any]]]]) -> Path:
-    """A CORE bundle. tasks: its core.yaml. rows: of each task, behind its baseline in percent."""
+def write_bundle(path: Path, tasks: dict[str, tuple[str, int, float, list[dict[str, Any]]]]) -> Path:
+    """A CORE bundle. tasks: kind, solved examples, baseline in percent and rows of each."""
     (path / "eval_data").mkdir(parents=True)
-    (path / "core.yaml").write_text(tasks)
-    baselines = "".join(f"{name},{baseline}\n" for name, (baseline, _) in rows.items())
-    (path / "eval_meta_data.csv").write_text(f"Eval Task,Random baseline\n{baselines}")
-    for name, (_, lines) in rows.items():
-        (path / "eval_data" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    core, baselines = "icl_tasks:\n", "Eval Task,Random baseline\n"
+    for name, (kind, shots, baseline, rows) in tasks.items():
+        core += f"- {{label: {name}, dataset_uri: {name}.jsonl, num_fewshot: [{shots}], icl_task_type: {kind}}}\n"
+        baselines += f"{name},{baseline}\n"
+        write_lines(path / "eval_data" / f"{name}.jsonl", rows)
+    (path / "core.yaml").write_text(core)
+    (path / "eval_meta_data.csv").write_text(baselines)
     return path
 
 
@@ -208,33 +211,3 @@ def use_one_tile() -> None:
 def waits(dispatch: str) -> bool:
     """Return True if that backend waits for this GPU: PyTorch has the products of `static` on Hopper alone."""
     return dispatch == "static" and not on_hopper(torch.empty(0, device="cuda"))
-
-
-def require_captured_equals_called(rule: Rule | None, dispatch: str) -> None:
-    """Raises AssertionError if a replay on another batch gives other numbers than a call on a second model."""
-    device = torch.device("cuda")
-    model, tokens, targets = model_and_batch(rule, dispatch, device)
-    other, *_ = model_and_batch(rule, dispatch, device)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            model.zero_grad(set_to_none=True)
-            step(model, tokens, targets)
-    torch.cuda.current_stream().wait_stream(stream)
-    model.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step(model, tokens, targets)
-    other.load_state_dict(model.state_dict())
-    torch.manual_seed(1)
-    tokens.copy_(torch.randint_like(tokens, 256))
-    for parameter in model.parameters():  # the graph adds to them
-        parameter.grad.zero_()
-    graph.replay()
-    torch.testing.assert_close(loss, step(other, tokens, targets))
-    gradients = {name: p.grad for name, p in other.named_parameters()}
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-2, rtol=1e-2)
-    for name, state in model.named_buffers():
-        torch.testing.assert_close(state, dict(other.named_buffers())[name])

@@ -101,21 +101,6 @@ def test_second_moments_of_a_single_row_or_column_are_those_of_its_side(shape: t
         assert (f - e).norm() <= 0.1 * e.norm()
 
 
-def test_cautious_weight_decay_spares_what_moves_away_from_zero() -> None:
-    torch.manual_seed(0)
-    start, gradient = torch.randn(64, 32), torch.randn(64, 32)
-    weights = []
-    for options in ({}, {"weight_decay": 0.3, "cautious": True}):
-        weight = nn.Parameter(start.clone())
-        weight.grad = gradient.clone()
-        Muon([weight], 0.1, 0.9, ns_dtype=torch.bfloat16, **options).step()
-        weights.append(weight.detach())
-    plain, cautious = weights
-    decays = (start - plain) * start >= 0
-    assert 0.4 < decays.float().mean() < 0.6
-    torch.testing.assert_close(cautious, plain - 0.1 * 0.3 * decays * start)
-
-
 def test_the_company_changes_no_bit() -> None:
     alone = moved(torch.bfloat16, shapes=SHAPES[:1])
     first = moved(torch.bfloat16, shapes=[SHAPES[0], SHAPES[-1]])

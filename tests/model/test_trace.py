@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,8 +12,7 @@ from torch import Tensor
 from cases import small_model
 from expert_threshold.model import GPT, trace
 from expert_threshold.model.trace import Trace, record_trace
-from expert_threshold.routing import RULES as TABLE
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Routing, Rule, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, Rule, TokenChoice
 
 RULES: dict[str, Rule | None] = {
     "token_choice": TokenChoice(12, 2, balance="loss_free"),
@@ -116,23 +113,9 @@ def test_a_state_may_be_infinite(tmp_path: Path) -> None:
     assert torch.equal(trace.state(trace.layers[0])[0], torch.full((12,), -torch.inf))
 
 
-@dataclass(frozen=True)
-class WithASlot(TokenChoice):
-    """One more slot, which no token takes."""
-
-    @property
-    def num_scores(self) -> int:
-        return self.num_experts + 1
-
-    def route(self, scores: Tensor, state: Any, *, training: bool, group: Any = None) -> Routing:
-        routing = super().route(scores[..., :-1], state, training=training, group=group)
-        return routing._replace(scores=scores)
-
-
-def test_scores_are_those_of_experts_and_no_other_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_those_of_experts_and_no_other_slots(tmp_path: Path) -> None:
     """Figures compare them with assignments, and failed where they were wider."""
-    monkeypatch.setitem(TABLE._rules, "with_a_slot", WithASlot)  # type: ignore[attr-defined]
-    found = record_trace(model_of(WithASlot(12, 2)), windows(2), tmp_path / "t")
+    found = record_trace(model_of(NullSlots(12, 2)), windows(2), tmp_path / "t")
     assert found.scores(1).shape == found.gates(1).shape == found.assignment(1).shape == (16, 12)
 
 

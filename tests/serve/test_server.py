@@ -159,12 +159,6 @@ def test_strict_mode_gives_the_same_bits_alone_and_among_8_requests(server: Serv
     assert choices(server, together=True) == alone
 
 
-def test_greedy_text_is_the_same_alone_and_among_8_others(model: GPT) -> None:
-    with served(model, engine={"slots": 9}) as server:
-        alone, together = choices(server, together=False), choices(server, together=True)
-    assert [choice["text"] for choice in alone] == [choice["text"] for choice in together]
-
-
 # Limits.
 
 

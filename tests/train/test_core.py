@@ -17,18 +17,6 @@ from expert_threshold.runs import RunFolder, load_model
 from .conftest import Plain, Start
 from .test_loop import assert_same_run, forget_after, metrics
 
-YAML = """\
-icl_tasks:
-- label: copy
-  dataset_uri: copy.jsonl
-  num_fewshot: [1]
-  icl_task_type: language_modeling
-- label: who
-  dataset_uri: who.jsonl
-  num_fewshot: [0]
-  icl_task_type: schema
-"""
-
 
 @pytest.fixture(autouse=True)
 def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -39,7 +27,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {"context_options": ["the model", f"a token {i}"], "continuation": "reads text", "gold": i % 2}
         for i in range(6)
     ]
-    return write_bundle(tmp_path / "core", YAML, {"copy": (0, copy), "who": (50, who)})
+    return write_bundle(tmp_path / "core", {"copy": ("language_modeling", 1, 0, copy), "who": ("schema", 0, 50, who)})
 
 
 def without_core(path: Path) -> list[dict[str, Any]]:
