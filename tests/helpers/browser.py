@@ -7,7 +7,6 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,14 +27,6 @@ FLAGS = [
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 ]
-# The browser reads its orders from descriptor 3 and writes to 4.
-LEAD = """
-import fcntl, os, sys
-theirs, ours = (fcntl.fcntl(int(pipe), fcntl.F_DUPFD, 10) for pipe in sys.argv[1:3])
-os.dup2(theirs, 3)
-os.dup2(ours, 4)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
 PATIENCE = 60  # seconds
 KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13, "Escape": 27, "End": 35}
 
@@ -165,7 +156,8 @@ def open_page(profile: Path) -> Iterator[Page]:
     assert CHROMIUM is not None
     theirs, orders = os.pipe()
     news, ours = os.pipe()
-    lead = [sys.executable, "-c", LEAD, str(theirs), str(ours)]
+    # The browser reads its orders from descriptor 3 and writes to 4.
+    lead = ["bash", "-c", f'exec "$@" 3<&{theirs} 4>&{ours}', "bash"]
     command = [*lead, CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
     process = subprocess.Popen(
         command, pass_fds=(theirs, ours), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ from expert_threshold.moe.backends import BY_NAME, FEW, Backend, auto, backend_n
 from expert_threshold.moe.backends.grouped import Plan, form_groups, most_slots
 from expert_threshold.moe.backends.static import PADDING_PER_BAG, is_native, sum_by_token
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, _FeedForwardFunction, plain
+from ranks import run_on_ranks
 from routed_sum import (
     ASSIGNMENTS,
     EXPERTS,
@@ -341,3 +343,8 @@ def test_groups_hold_every_expert_with_tokens_once_within_memory_and_padding(loa
 def test_experts_share_a_product_only_if_their_loads_are_similar() -> None:
     assert [group.experts for group in form_groups([10, 9, 10, 10], 1)] == [slice(0, 4)]
     assert [group.experts for group in form_groups([10, 9, 10, 1], 1)] == [slice(0, 2), slice(2, 3), slice(3, 4)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_on_several_ranks_equal_those_of_one_process(ranks: int, tmp_path: Path) -> None:
+    run_on_ranks(Path(__file__).with_name("across_ranks.py"), ranks, tmp_path)

@@ -6,8 +6,6 @@ import fcntl
 import logging
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -236,24 +234,6 @@ def test_a_second_trainer_is_refused_by_name_and_the_lock_is_given_back(run: Run
     with run.lock():
         pass
     assert not (run.path / ".lock").exists()
-
-
-def test_a_lock_is_refused_while_its_process_lives_and_taken_once_it_is_killed(run: RunFolder) -> None:
-    program = """if True:
-        import sys, time
-        from pathlib import Path
-        from expert_threshold.runs import RunFolder
-        with RunFolder.open(sys.argv[1]).lock():
-            print("locked", flush=True)
-            time.sleep(60)
-    """
-    with subprocess.Popen([sys.executable, "-c", program, run.path], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "locked\n"
-        with pytest.raises(ValueError, match=f"process {other.pid} "), run.lock():
-            pass
-        other.kill()
-    with run.lock():
-        pass
 
 
 def test_a_stale_lock_file_is_taken_over_and_removed(run: RunFolder) -> None:

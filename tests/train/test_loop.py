@@ -7,10 +7,8 @@ import json
 import math
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -489,67 +487,34 @@ def test_a_dead_expert_is_told_once(start: Start, tmp_path: Path, monkeypatch: p
     assert len(metrics(tmp_path / "run", "event")) == 1
 
 
-SCRIPT = """
-    import sys
-    from expert_threshold.data import DataConfig
-    from expert_threshold.model import GPTConfig
-    from expert_threshold.optim import OptimConfig
-    from expert_threshold.runs import RunFolder
-    from expert_threshold.train import TrainConfig, train
-
-    config = eval(sys.argv[3])
-    def wait(model, tokenizer, step):
-        if step == 6:
-            print("waiting", flush=True)
-            sys.stdin.readline()
-        return ""
-    result = train(
-        RunFolder.create(sys.argv[1]), GPTConfig.from_dict(eval(sys.argv[4])), DataConfig(sys.argv[2]), OptimConfig(),
-        TrainConfig(**config, sample_every=1), sample=wait,
-    )
-    print(result.step, result.finished)
-"""
 LONG = {
     "steps": 9, "batch_size": 2, "accumulation": 2, "log_every": 4, "eval_every": None, "checkpoint_every": 5,
     "threads": 1,
 }  # fmt: skip
 
 
-class Process:
-    """A run of 9 steps in a process of its own, which has made 6 of them, saved after 5, and waits for a line."""
+def signals(run: Path, *numbers: signal.Signals) -> Callable[..., str]:
+    """A sample that is interrupted by these signals at step 6, after the checkpoint of step 5 was saved."""
 
-    def __init__(self, path: Path, corpus: Path) -> None:
-        arguments = [str(path), str(corpus), repr(LONG), repr(tiny().to_dict())]
-        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen(command, text=True, **pipes)
-        assert self.process.stdout.readline() == "waiting\n", self.process.communicate()
-        while not RunFolder.open(path).checkpoints():  # it saves in the background
+    def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
+        while step == 6 and not RunFolder(run).checkpoints():  # it saves in the background
             time.sleep(0.01)
+        for number in numbers if step == 6 else ():
+            signal.raise_signal(number)
+        return ""
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal, and return once the run has said that it knows of it."""
-        self.process.send_signal(number)
-        while "finishing this step and saving" not in (line := self.process.stderr.readline()):
-            assert line, "the run ended"
-
-    def end(self) -> tuple[int, str, str]:
-        """Let it go on, and wait for its end."""
-        out, err = self.process.communicate("\n")
-        return self.process.returncode, out, err
+    return sample
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_saves_and_ends_the_run_and_resuming_equals_never_having_stopped(
-    number: signal.Signals, start: Start, tmp_path: Path, corpus: Path
+    number: signal.Signals, start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    process = Process(tmp_path / "stopped", corpus)
-    process.send(number)
-    if number != signal.SIGINT:  # a terminal's SIGHUP comes twice, and SIGTERM after Slurm's SIGUSR1
-        process.process.send_signal(number)
-    code, out, err = process.end()
-    assert code == 0, err
-    assert out.split() == ["6", "False"]
+    """A terminal's SIGHUP comes twice, and SIGTERM after Slurm's SIGUSR1."""
+    numbers = [number] * (1 if number == signal.SIGINT else 2)
+    result = start("stopped", sample_every=1, sample=signals(tmp_path / "stopped", *numbers), **LONG)
+    assert (result.step, result.finished) == (6, False)
+    assert capfd.readouterr().err.count("finishing this step and saving") == 1
     assert RunFolder.open(tmp_path / "stopped").latest_checkpoint() == 6
     assert not (tmp_path / "stopped" / ".lock").exists()
     start("stopped", resume=True, **LONG)
@@ -557,14 +522,10 @@ def test_a_signal_saves_and_ends_the_run_and_resuming_equals_never_having_stoppe
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_a_second_ctrl_c_quits_at_once_and_harms_nothing_saved(start: Start, tmp_path: Path, corpus: Path) -> None:
-    """Both come while a sample is written, which waits for what never comes."""
-    process = Process(tmp_path / "stopped", corpus)
-    process.send(signal.SIGINT)
-    process.process.send_signal(signal.SIGINT)
-    code, out, _ = process.end()
-    assert code != 0
-    assert out == ""
+def test_a_second_ctrl_c_quits_at_once_and_harms_nothing_saved(start: Start, tmp_path: Path) -> None:
+    sample = signals(tmp_path / "stopped", signal.SIGINT, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        start("stopped", sample_every=1, sample=sample, **LONG)
     run = RunFolder.open(tmp_path / "stopped")
     assert run.load_checkpoint().step == 5
     assert run.metrics.read() is not None
