@@ -45,7 +45,7 @@ FAMILIES = {
     "quantile balancing": {"sigmoid": "--rule quantile_balancing", "softmax": f"--rule quantile_balancing {SOFTMAX}"},
     "expert threshold": choices(f"expert_threshold {SOFTMAX}", "capacity-slack", 0.1, 0.25, 0.5, "none"),
     "expert threshold, warmup": choices(f"expert_threshold {SOFTMAX}", "warmup-steps", 0, 24, 195),
-    "expert threshold, decay": choices(f"expert_threshold {SOFTMAX}", "decay", 0.8, 0.9, 0.97),
+    "expert threshold, decay": choices(f"expert_threshold {SOFTMAX} --rule.estimator trend", "decay", 0.8, 0.9, 0.97),
     "expert threshold, mean": choices(
         f"expert_threshold {SOFTMAX} --rule.estimator mean", "capacity-slack", 0.1, 0.5, "none"
     ),

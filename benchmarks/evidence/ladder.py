@@ -62,6 +62,8 @@ class Gaps:
     def row(self, rung: Rung) -> list[float]:
         """Return the factors of g₀, a and b, so that the coefficients refer to 2M tokens and a million parameters."""
         width, tokens = rung
+        if width not in self.dense_parameters:
+            raise ValueError(f"no dense run has width {width}, so its number of parameters is unknown")
         return [1.0, math.log2(tokens / 2e6), math.log2(self.dense_parameters[width] / 1e6)]
 
     def bootstrap(self, rung: Rung, pairs: int, without: Rung | None = None) -> tuple[np.ndarray, np.ndarray]:
