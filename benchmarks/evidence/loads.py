@@ -24,6 +24,7 @@ from torch import Tensor
 from expert_threshold.data import Loader, open_source, pack, windows
 from expert_threshold.model import GPT
 from expert_threshold.model.calibrate import calibrate
+from expert_threshold.routing.cutoffs import ByCutoff
 from expert_threshold.runs import RunFolder, load_model
 
 ROWS = 64  # in a batch
@@ -58,7 +59,7 @@ def study(path: Path, most: int) -> dict[str, Any]:
 
     load, before = measure(model, held_out)
     found: dict[str, Any] = {"run": folder.path.name, "training": measure(model, drawn(1))[0], "validation": load}
-    if hasattr(model.config.rule, "calibration_rule"):
+    if isinstance(model.config.rule, ByCutoff):
         calibrate(model, drawn(2))
         load, after = measure(model, held_out)
         document = torch.bucketize(torch.arange(len(before)), torch.as_tensor(text.offsets), right=True) - 1
