@@ -51,7 +51,7 @@ class Gaps:
         of = {(each["method"], each["width"], each["tokens"], each["seed"]): each for each in records}
         self.by_rung: dict[Rung, list[float]] = defaultdict(list)
         self.dense_parameters: dict[int, int] = {}
-        for (name, width, tokens, seed), base in of.items():
+        for (name, width, tokens, seed), base in sorted(of.items()):
             if name == "dense":
                 self.dense_parameters[width] = base["parameters"]
                 if other := of.get((method, width, tokens, seed)):
