@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from commands import edit
 from expert_threshold.data import BOS, Tokenizer
 from expert_threshold.data.tokenizer import PATTERN
 from expert_threshold.data.tokenizer_json import from_tokenizer_json, to_tokenizer_json
@@ -110,9 +111,8 @@ def test_a_tokenizer_json_with_other_encoding_rules_is_refused_in_one_line(
 ) -> None:
     path = tmp_path / "tokenizer.json"
     tokenizer.save(path)
-    content = json.loads(path.read_bytes())
-    change(content)
-    path.write_text(json.dumps(content))
+    with edit(path) as content:
+        change(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json is damaged or is not a supported tokenizer") as caught:
         Tokenizer.load(path)
     assert "\n" not in str(caught.value)

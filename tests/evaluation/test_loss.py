@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cases import RULES, small_config, small_model
+from cases import RULES, small_model
 from expert_threshold.data import Tokenizer, Tokens
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT
@@ -24,12 +24,6 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train(["the cat sat on the mat; the hat of the cat: ünïcödé"] * 4, 270)
 
 
-def pack(tokenizer: Tokenizer, *documents: str) -> Tokens:
-    ids = [[tokenizer.bos, *tokenizer.encode(document)] for document in documents]
-    offsets = np.cumsum([0, *map(len, ids)])
-    return Tokens(np.concatenate(ids).astype(np.uint16), offsets, sum(len(d.encode()) for d in documents))
-
-
 def text(tokenizer: Tokenizer, count: int) -> Tokens:
     """Two documents, `count` tokens in all."""
     ids = np.random.default_rng(0).integers(0, tokenizer.bos, count).astype(np.uint16)
@@ -39,19 +33,6 @@ def text(tokenizer: Tokenizer, count: int) -> Tokens:
 
 def make_model(tokenizer: Tokenizer, rule: Rule | None) -> GPT:
     return small_model(rule, steps=0, vocab_size=tokenizer.vocab_size, context=CONTEXT, layers=2).train()
-
-
-def test_a_model_that_knows_nothing_needs_ln_v_nats_for_every_token(tokenizer: Tokenizer) -> None:
-    documents = "the cat sat", "ünï on the mat " * 5, ""
-    model = GPT(small_config(vocab_size=tokenizer.vocab_size, context=CONTEXT))
-    tokens = pack(tokenizer, *documents)
-    result = evaluate(model, tokens, tokenizer)
-    size = sum(len(document.encode()) for document in documents)
-    assert result.tokens == len(tokens) - 1
-    assert result.bytes == size
-    assert result.loss == pytest.approx(math.log(tokenizer.vocab_size), rel=1e-6)
-    text_tokens = len(tokens) - len(documents)  # bos stands for no text: neither its bits nor bytes of it count
-    assert result.bits_per_byte == pytest.approx(math.log2(tokenizer.vocab_size) * text_tokens / size, rel=1e-6)
 
 
 def test_the_losses_are_those_of_one_forward_window_by_window(tokenizer: Tokenizer) -> None:

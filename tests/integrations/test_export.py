@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cases import RULES, small_model, write_run
+from commands import edit
 from expert_threshold.integrations.export import export_run, import_folder
 from expert_threshold.model import TRUNKS
 from expert_threshold.routing import Rule
@@ -115,8 +116,8 @@ def complex_head(folder: Path) -> None:
 
 def config_with(**changes: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_bytes())
-        (folder / "config.json").write_text(json.dumps(config | changes))
+        with edit(folder / "config.json") as config:
+            config |= changes
 
     return change
 
@@ -124,9 +125,8 @@ def config_with(**changes: object) -> Callable[[Path], None]:
 def add_token(folder: Path, token: str = "<|user|>") -> None:
     """A folder after `add_tokens`, `resize_token_embeddings` and saving."""
     pad_vocabulary(folder, 1)
-    content = json.loads((folder / "tokenizer.json").read_bytes())
-    content["added_tokens"].append({"id": 270, "content": token})
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with edit(folder / "tokenizer.json") as content:
+        content["added_tokens"].append({"id": 270, "content": token})
 
 
 def pad_vocabulary(folder: Path, rows: int = 50) -> None:

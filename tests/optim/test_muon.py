@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from expert_threshold.optim import Muon, fast_dtype, orthogonalize
 
+from .test_groups import set_gradients
+
 
 def by_singular_values(matrix: Tensor, steps: int) -> Tensor:
     """The definition: each singular value s of M / ‖M‖ becomes p(p(…p(s))), p(s) = a s + b s³ + c s⁵."""
@@ -27,12 +29,6 @@ def by_singular_values(matrix: Tensor, steps: int) -> Tensor:
 def parameters(shapes: list[tuple[int, ...]], seed: int = 0) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
     return {f"p{i}": nn.Parameter(torch.randn(shape, generator=generator)) for i, shape in enumerate(shapes)}
-
-
-def set_gradients(named: dict[str, nn.Parameter], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in named.values():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
 def with_exact_oracle(monkeypatch: pytest.MonkeyPatch) -> None:

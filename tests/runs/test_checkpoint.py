@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
 import shutil
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
+from commands import edit
 from expert_threshold.runs import Checkpoint, RunFolder, checkpoint
 
 TENSORS = {
@@ -146,18 +146,16 @@ def test_a_damaged_checkpoint_is_not_offered_as_the_one_to_fall_back_on(run: Run
     ],
 )
 def test_a_foreign_manifest_is_refused(run: RunFolder, change: dict[str, object], message: str) -> None:
-    path = run.path / "checkpoints/step_000100/manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with edit(run.path / "checkpoints/step_000100/manifest.json") as manifest:
+        manifest |= change
     with pytest.raises(ValueError, match=message):
         run.load_checkpoint()
 
 
 @pytest.mark.parametrize("name", ["../step_000050/model.safetensors", "/etc/passwd", "a/b.safetensors", "code.pkl", ""])
 def test_a_manifest_cannot_lead_out_of_its_folder(run: RunFolder, name: str) -> None:
-    path = run.path / "checkpoints/step_000100/manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["files"][name] = manifest["files"]["model.safetensors"]
-    path.write_text(json.dumps(manifest))
+    with edit(run.path / "checkpoints/step_000100/manifest.json") as manifest:
+        manifest["files"][name] = manifest["files"]["model.safetensors"]
     with pytest.raises(ValueError, match="which is not a file of a checkpoint"):
         run.load_checkpoint()
 
@@ -165,9 +163,8 @@ def test_a_manifest_cannot_lead_out_of_its_folder(run: RunFolder, name: str) -> 
 def test_a_part_with_the_right_hash_that_is_no_safetensors_file_is_refused(run: RunFolder) -> None:
     folder = run.path / "checkpoints/step_000100"
     (folder / "model.safetensors").write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["model.safetensors"] = checkpoint._fingerprint(folder / "model.safetensors")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with edit(folder / "manifest.json") as manifest:
+        manifest["files"]["model.safetensors"] = checkpoint._fingerprint(folder / "model.safetensors")
     with pytest.raises(ValueError, match="remove"):
         run.load_checkpoint()
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -64,21 +65,19 @@ def test_a_compiled_model_trains(compiler: None, monkeypatch: pytest.MonkeyPatch
     assert RunFolder.open(tmp_path / "run").config["compiled"]
 
 
-def test_a_broken_compiler_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("g++: not found\nand much more")
-
-    monkeypatch.setattr(torch, "compile", broken)
-    compilation.failure.cache_clear()
-    assert compilation.failure(CPU) == "g++: not found"
-    compilation.failure.cache_clear()
-
-    def failing(*_: object, **__: object) -> None:
-        raise RuntimeError("backend='inductor' raised:\n\nCppCompileError: out of space\nand much more")
-
-    monkeypatch.setattr(torch, "compile", failing)
-    assert compilation.failure(CPU) == "backend='inductor' raised: CppCompileError: out of space"
-    compilation.failure.cache_clear()
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        ("g++: not found\nand much more", "g++: not found"),
+        (
+            "backend='inductor' raised:\n\nCppCompileError: out of space\nand much more",
+            "backend='inductor' raised: CppCompileError: out of space",
+        ),
+    ],
+)
+def test_a_broken_compiler_is_told_in_one_line(raised: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", mock.Mock(side_effect=RuntimeError(raised)))
+    assert compilation.failure.__wrapped__(CPU) == told
 
 
 @torch._dynamo.config.patch(recompile_limit=2)
