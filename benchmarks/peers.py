@@ -33,7 +33,7 @@ from peers_measure import Row, measure
 from rich.console import Console
 from rich.progress import Progress
 
-from expert_threshold.analysis.figures.axes import log_ticks
+from expert_threshold.analysis.figures.plot import log_ticks
 from expert_threshold.analysis.figures.style import INK, METHODS, MUTED, WIDE, style
 from expert_threshold.analysis.results import markdown
 from expert_threshold.train.device import gc_frozen, pick_device, pick_dtype

@@ -37,9 +37,10 @@ from rich.progress import Progress
 
 from expert_threshold.analysis.figures.learning import TOKENS, draw_losses
 from expert_threshold.analysis.page import save_figure
+from expert_threshold.analysis.records import Run
 from expert_threshold.analysis.results import markdown, names_with_sizes, sizes
 from expert_threshold.analysis.sentences import counted
-from expert_threshold.compare.findings import ComparedRun, read_runs
+from expert_threshold.compare.findings import read_runs
 from expert_threshold.data import Loader, Tokens, open_source, pack, windows
 from expert_threshold.files import replace_file
 from expert_threshold.runs import RunFolder
@@ -54,7 +55,7 @@ COMPILED_STEPS = 2  # steps during which torch.compile works; their seconds are 
 Curve = list[tuple[int, float, float]]  # tokens, seconds of training, validation loss
 
 
-def curve_of(compared: ComparedRun) -> Curve:
+def curve_of(compared: Run) -> Curve:
     """Return the validations of a finished run of ours, without the seconds of the compiler.
 
     These are what the first interval of a compiled run took beyond the median of the others; with one interval alone
@@ -63,7 +64,7 @@ def curve_of(compared: ComparedRun) -> Curve:
     assert compared.result is not None
     compiling = 0.0
     if compared.config["compiled"]:
-        since = [(0, 0.0), *((r["step"], r["seconds"]) for r in compared.run.metrics.read() if r["split"] == "train")]
+        since = [(0, 0.0), *((r["step"], r["seconds"]) for r in compared.train)]
         per_step = [(b - a) / (j - i) for (i, a), (j, b) in pairwise(since)]
         compiling = max(0.0, (per_step[0] - statistics.median(per_step[1:] or per_step)) * since[1][0])
     points = zip(compared.result.curve, compared.result.clock, strict=True)
@@ -242,7 +243,7 @@ def main() -> None:
     for name, each in zip(names, compared, strict=True):
         runs.setdefault(name, []).append(curve_of(each))
     by_length = sorted(compared, key=lambda each: each.config["train"]["steps"])
-    longest = {each.seed: each.run for each in by_length}
+    longest = {each.seed: each.folder for each in by_length}
     for seed, ours in sorted(longest.items()):
         path = arguments.out / NANOCHAT / f"seed_{seed}.json"
         if not path.exists():

@@ -28,12 +28,12 @@ import numpy as np
 from rich.console import Console
 from torch import Tensor
 
-from expert_threshold.analysis.figures.axes import log_ticks, method_strokes, panels
+from expert_threshold.analysis.figures.plot import log_ticks, method_strokes, panels
 from expert_threshold.analysis.figures.style import ACCENT, INK, MUTED, SMALL, WIDE, Axes, Figure, strokes
 from expert_threshold.analysis.material import Material
-from expert_threshold.analysis.methods import Subject, pool_tokens
 from expert_threshold.analysis.page import save_figure
 from expert_threshold.analysis.plain import Data, array
+from expert_threshold.analysis.records import Run
 from expert_threshold.analysis.results import markdown
 from expert_threshold.analysis.sentences import counted, pool_size
 from expert_threshold.cli.analyze import open_material
@@ -217,14 +217,14 @@ def leakage_probe(material: Material) -> list[Data]:
     depends on them by its bounds alone; one of token scope does not depend on them.
     """
     methods: list[Data] = []
-    for subject in material.each("leakage", material.routed):
-        own, sizes, bits = pool_tokens(subject.run), list[int](), np.zeros((0, len(BITS)))
-        bounded = subject.bounds is not None or (subject.run.has_cutoffs and not subject.rule.looks_ahead)
-        if subject.rule.scope(training=True) != "token" and bounded:
-            trace = material.trace(subject)
-            sizes = sorted({size for size in (*PROBED, own) if size is not None and _fits(size, trace, subject)})
-            bits = _probe(trace, subject, sizes)
-        methods.append({**subject.tag, "own": own, "tokens": sizes, **dict(zip(BITS, bits.T, strict=True))})
+    for run in material.each("leakage", material.routed):
+        own, sizes, bits = run.pool, list[int](), np.zeros((0, len(BITS)))
+        bounded = run.bounds is not None or (run.has_cutoffs and not run.rule.looks_ahead)
+        if run.rule.scope(training=True) != "token" and bounded:
+            trace = material.trace(run)
+            sizes = sorted({size for size in (*PROBED, own) if size is not None and _fits(size, trace, run)})
+            bits = _probe(trace, run, sizes)
+        methods.append({**run.tag, "own": own, "tokens": sizes, **dict(zip(BITS, bits.T, strict=True))})
     return methods
 
 
@@ -266,10 +266,10 @@ def say_leakage_probe(entry: Data) -> str:
     )
 
 
-def _fits(size: int, trace: Trace, subject: Subject) -> bool:
+def _fits(size: int, trace: Trace, run: Run) -> bool:
     """Return True if k ≥ 1 in such a pool, and pools are whole windows or windows are whole pools."""
     longer, shorter = max(size, trace.context), min(size, trace.context)
-    return longer % shorter == 0 and size * subject.run.target >= 1 and len(trace) >= 2 * shorter
+    return longer % shorter == 0 and size * run.target >= 1 and len(trace) >= 2 * shorter
 
 
 class Pool(NamedTuple):
@@ -280,9 +280,9 @@ class Pool(NamedTuple):
     k_max: int
 
 
-def _probe(trace: Trace, subject: Subject, sizes: Sequence[int]) -> np.ndarray:
+def _probe(trace: Trace, run: Run, sizes: Sequence[int]) -> np.ndarray:
     """Return the bits of pools of each size, (sizes, 3), over all layers and experts."""
-    rule = subject.rule
+    rule = run.rule
     found = []
     for time, alike in groupby(sizes, lambda size: min(size, trace.context)):
         # Where there are no bounds, nothing is enforced.

@@ -17,7 +17,7 @@ from expert_threshold.analysis import material as material_module
 from expert_threshold.analysis import page
 from expert_threshold.analysis.figures import FIGURES, consistency, cutoffs, load, scores
 from expert_threshold.analysis.material import Domain
-from expert_threshold.analysis.methods import find_runs, read_subjects, select_runs
+from expert_threshold.analysis.methods import find_runs, read_methods, select_runs
 from expert_threshold.analysis.page import save_figure
 from expert_threshold.analysis.plain import NotShownError, array, plain
 from expert_threshold.analysis.results import by_method
@@ -62,10 +62,10 @@ def out(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_runs_are_called_by_what_sets_them_apart(runs: Path) -> None:
-    subjects = read_subjects(find_runs([str(runs / name) for name in RUNS]))
-    named = {subject.folder.path.name: subject.method for subject in subjects}
+    found = read_methods(find_runs([str(runs / name) for name in RUNS]))
+    named = {run.folder.path.name: run.method for run in found}
     assert named == {name: method for name, (*_, method) in RUNS.items()}
-    assert {name: len(group) for name, group in by_method(subjects).items() if len(group) > 1} == {"ET": 2}
+    assert {name: len(group) for name, group in by_method(found).items() if len(group) > 1} == {"ET": 2}
 
 
 def test_every_figure_is_there_with_its_data_and_on_the_page(out: Path) -> None:
@@ -266,9 +266,8 @@ def test_figures_without_meaning_are_left_out_with_a_reason(
 @pytest.mark.parametrize("name", ["dense", "tc", "ec-batch"])
 def test_of_a_run_alone_every_figure_is_drawn_or_has_a_reason(name: str, runs: Path, tmp_path: Path) -> None:
     selection = select_runs(find_runs([str(runs / name)]))
-    streams = material_module.Streams(None, 1024, {})
     quiet = lambda what: lambda done, total: None  # noqa: E731
-    material = material_module.Material(selection, tmp_path, streams, torch.device("cpu"), torch.float32, quiet)
+    material = material_module.Material(selection, tmp_path, None, 1024, {}, torch.device("cpu"), torch.float32, quiet)
     shown, reasons = set(), []
     for study in FIGURES:
         try:
@@ -363,7 +362,7 @@ def test_a_method_with_many_options_of_its_own_is_called_by_its_folder(runs: Pat
         for name, own in (("a", {}), ("b", {"head_lr": 1.0}))
     ]
     again = changed(runs / "et", tmp_path / "other" / "a", optim=many | {"head_lr": 2.0})
-    methods = [s.method for s in read_subjects([RunFolder.open(p) for p in (runs / "et", *paths, again)])]
+    methods = [run.method for run in read_methods([RunFolder.open(p) for p in (runs / "et", *paths, again)])]
     assert methods[:3] == ["ET", "ET of a", "ET of b"]
     assert len(set(methods)) == 4  # two folders of one name are not one method
 
@@ -378,7 +377,7 @@ def test_seeds_of_a_method_differ_in_nothing_else_and_count_once(runs: Path, tmp
     }
     paths = [changed(runs / "et", tmp_path / name, **sections) for name, sections in copies.items()]
     selection = select_runs(find_runs([str(runs / "et"), *map(str, paths)]))
-    assert {subject.folder.path.name: subject.method for subject in selection.subjects} == {
+    assert {run.folder.path.name: run.method for run in selection.runs} == {
         "et": "ET", "eval": "ET eval_tokens 64", "text": "ET on a text with a name that 01234567"
     }  # fmt: skip
     assert selection.left_out.keys() == {str(tmp_path / "copy"), str(tmp_path / "moved")}

@@ -18,8 +18,6 @@ from expert_threshold.analysis.figures.scores import (
     say_score_histograms,
 )
 from expert_threshold.analysis.figures.style import INK
-from expert_threshold.analysis.methods import Subject
-from expert_threshold.analysis.page import LeftOut
 from expert_threshold.analysis.plain import NotShownError, plain
 from expert_threshold.analysis.records import Run
 from expert_threshold.cli.rates import require_cutoffs
@@ -36,7 +34,7 @@ from expert_threshold.routing import (
 from expert_threshold.runs import RunFolder
 
 
-def subject_of(rule: Rule, recorded: dict[str, Any] | None = None) -> Subject:
+def run_of(rule: Rule, recorded: dict[str, Any] | None = None) -> Run:
     """A run of three steps whose layers recorded the same numbers each time."""
     model = GPTConfig.preset("tiny", rule=rule, context=16)
     config = {
@@ -45,18 +43,17 @@ def subject_of(rule: Rule, recorded: dict[str, Any] | None = None) -> Subject:
     }
     layers = {str(layer): recorded or {} for layer in range(model.dense_layers, model.layers)}
     train = [{"step": step, "split": "train", "layers": layers} for step in (1, 2, 3)]
-    run = Run(Path("run"), config, model, train, [], [], [], 3)
-    return Subject(None, run, rule.label, rule.label)  # type: ignore[arg-type]
+    return Run(None, config, model, train, [], [], rule.label)  # type: ignore[arg-type]
 
 
 class Shown:
     """Material of some runs, without traces."""
 
-    def __init__(self, *subjects: Subject) -> None:
-        self.routed = list(subjects)
-        self.focus = subjects[0]
+    def __init__(self, *runs: Run) -> None:
+        self.routed = list(runs)
+        self.focus = runs[0]
 
-    def each(self, what: str, items: list[Subject]) -> list[Subject]:
+    def each(self, what: str, items: list[Run]) -> list[Run]:
         return items
 
 
@@ -65,8 +62,8 @@ class Trace:
 
     layers, context = (1,), 16
 
-    def __init__(self, subject: Subject, tokens: int) -> None:
-        self.found = torch.randn(tokens, subject.rule.num_experts, generator=torch.Generator().manual_seed(0))
+    def __init__(self, run: Run, tokens: int) -> None:
+        self.found = torch.randn(tokens, run.rule.num_experts, generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return len(self.found)
@@ -75,9 +72,9 @@ class Trace:
         return self.found
 
 
-def reason(study: Any, *subjects: Subject) -> str:
+def reason(study: Any, *runs: Run) -> str:
     with pytest.raises(NotShownError) as error:
-        study(Shown(*subjects))
+        study(Shown(*runs))
     return str(error.value)
 
 
@@ -92,9 +89,9 @@ def reason(study: Any, *subjects: Subject) -> str:
     ],
 )
 def test_only_rules_that_move_cutoffs_have_them(rule: Rule, moves: bool) -> None:
-    subject = subject_of(rule)
-    assert subject.run.has_cutoffs == moves
-    left_out = {e.title: e.reason for e in training.drawn(training.ROUTING, subject.run) if isinstance(e, LeftOut)}
+    run = run_of(rule)
+    assert run.has_cutoffs == moves
+    left_out = {e.title: e.caption for e in training.drawn(training.ROUTING, run) if e.figure is None}
     assert ("has no cutoffs" in left_out["Cutoffs"]) == (not moves)
 
 
@@ -109,26 +106,23 @@ def test_what_a_rule_cannot_do_is_refused_before_the_run_is_loaded(rule: Rule, t
 
 
 def test_biases_are_those_of_the_rule_that_recorded_them() -> None:
-    subject = subject_of(QuantileBalancing(16), {"bias": [0.5] * 16})
-    assert reason(cutoffs_and_biases, subject) == (
+    run = run_of(QuantileBalancing(16), {"bias": [0.5] * 16})
+    assert reason(cutoffs_and_biases, run) == (
         "it compares cutoffs with biases, and these runs recorded only the biases of QB"
     )
-    assert reason(cutoffs_and_biases, subject_of(ReLU())).endswith("no run recorded either")
+    assert reason(cutoffs_and_biases, run_of(ReLU())).endswith("no run recorded either")
 
 
 def test_bounds_are_what_the_rule_says() -> None:
-    recorded = {name: [0.1] * 16 for name in ("raw_usage", "saturation", "starvation")}
-    (entry,) = capacity(Shown(subject_of(ExpertThreshold(16, warmup_steps=0, capacity_slack=0.5), recorded)))["methods"]  # type: ignore[arg-type]
-    assert entry["bounds"] == [2 / 64, 6 / 64]  # k is 4 of 64 tokens
-    assert reason(capacity, subject_of(ReLU())) == "no run has capacity bounds"
+    assert reason(capacity, run_of(ReLU())) == "no run has capacity bounds"
 
 
 @pytest.mark.parametrize("rule", [ExpertThreshold(16, 0.05), ExpertChoice(16, 0.05), ExpertChoice(1, 0.5)], ids=str)
 def test_bounds_exist_for_experts_that_get_less_than_one_token_of_a_small_pool(rule: Rule) -> None:
-    subject = subject_of(rule)
-    assert subject.bounds is not None
-    assert subject.bounds[1] >= 1
-    assert subject.has_bounds != rule.looks_ahead
+    run = run_of(rule)
+    assert run.bounds is not None
+    assert run.bounds[1] >= 1
+    assert run.has_bounds != rule.looks_ahead
 
 
 def test_a_layer_that_routes_no_token_is_left_out_of_the_sentence() -> None:
@@ -142,8 +136,8 @@ def test_the_law_of_cutoffs_is_drawn_for_methods_with_different_pool_sizes(monke
     monkeypatch.setattr(scores, "POOLS", 4)
 
     def shown(tokens: int, *rules: Rule) -> Shown:
-        material = Shown(*map(subject_of, rules))
-        material.trace = lambda subject: Trace(subject, tokens)  # type: ignore[attr-defined]
+        material = Shown(*map(run_of, rules))
+        material.trace = lambda run: Trace(run, tokens)  # type: ignore[attr-defined]
         return material
 
     data = plain(cutoff_law(shown(4096, ExpertThreshold(16), ExpertThreshold(64))))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ PAPER = {"A4": (8.27, 11.69), "Letter": (8.5, 11)}  # inches
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     folder = tmp_path_factory.mktemp("page")
     curve = {"method": "ET <b>", "kind": "expert_threshold", "points": [[1, 5.0], [10, 4.0], [100, 3.0], [1000, 2.0]]}
-    drawn = exhibit("Loss", "A caption.", lambda: draw_losses({"methods": [curve]}))
+    drawn = exhibit("Loss", lambda: ("A caption.", draw_losses({"methods": [curve]})))
     rows = [[LONG, *map(str, range(8))], ["other", *map(str, range(8))]]
     wide = table(["method", *(f"a column number {n}" for n in range(8))], rows, "Numbers")
     (folder / "page.html").write_text(page("Page", [f"<h1>{LONG}</h1>", wide, exhibits("Figures", [drawn])]))
@@ -41,7 +41,7 @@ def test_the_value_nearest_to_the_pointer_is_shown(tab: Page) -> None:
 
 
 def test_an_axis_becomes_logarithmic_and_linear_again(tab: Page) -> None:
-    d = "document.querySelector('.axes > g > path[clip-path]').getAttribute('d')"
+    d = "document.querySelector('[id*=-axes_] > g > path[clip-path]').getAttribute('d')"
     linear = tab.run(d)
     tab.run("document.querySelector('.scales button').click()")
     x = [float(x) for x in tab.run(f"{d}.match(/[ML] \\S+/g).map(point => point.slice(2))")]
@@ -74,9 +74,9 @@ def test_no_page_scrolls_sideways_and_wide_screens_show_every_column(tab: Page, 
 def test_three_wide_charts_fit_a_printed_page_and_none_is_half_empty(tab: Page, paper: str, tmp_path: Path) -> None:
     """Regression: each chart that did not fit left a gap of up to a page, since it stays with its caption."""
     curve = {"method": "ET", "kind": "expert_threshold", "points": [[1, 5.0], [1000, 2.0]]}
-    drawn = [exhibit(f"Loss {n}", "A caption.", lambda: draw_losses({"methods": [curve]})) for n in range(9)]
-    passage = exhibit("Passage", "A caption of two lines. " * 8, lambda: Figure((9, 12)))
-    narrow = [exhibit(f"Narrow {n}", "A caption. " * 20, lambda: Figure((4.4, 3.2))) for n in range(2)]
+    drawn = [exhibit(f"Loss {n}", lambda: ("A caption.", draw_losses({"methods": [curve]}))) for n in range(9)]
+    passage = exhibit("Passage", lambda: ("A caption of two lines. " * 8, Figure((9, 12))))
+    narrow = [exhibit(f"Narrow {n}", lambda: ("A caption. " * 20, Figure((4.4, 3.2)))) for n in range(2)]
     wide = table(["method", *(f"a column number {n}" for n in range(8))], [[LONG, *map(str, range(8))]], "Numbers")
     body = [exhibits("Nine", drawn), exhibits("Passage", [passage]), exhibits("Pair", narrow), wide]
     (tmp_path / "print.html").write_text(page("Print", body))

@@ -42,7 +42,7 @@ CHANCE = np.random.Generator(np.random.PCG64(0))
 def test_studies_have_unique_names_titles_sections_and_docstrings() -> None:
     names = [study.name for study in FIGURES]
     assert len(set(names)) == len(names)
-    assert all(study.title and study.section and study.draw.__doc__ and study.compute.__doc__ for study in FIGURES)
+    assert all(study.title and study.section and study.compute.__doc__ for study in FIGURES)
 
 
 # Learning.
@@ -61,10 +61,10 @@ def test_the_gap_of_pools_is_between_losses_of_the_same_tokens(tmp_path: Path) -
     pools = {"loss": 5.0, "causal_loss": 5.25}  # without the last rows
     validation = {"loss": 4.5, "training_pools": pools}
     (tmp_path / "evaluation.json").write_text(json.dumps({"step": 3, "validation": validation}))
-    subject: Any = SimpleNamespace(folder=SimpleNamespace(path=tmp_path, latest_checkpoint=lambda: 3))
-    assert _pools_gap(subject) == 0.25
-    subject.folder.latest_checkpoint = lambda: 4
-    assert _pools_gap(subject) is None
+    run: Any = SimpleNamespace(folder=SimpleNamespace(path=tmp_path, latest_checkpoint=lambda: 3))
+    assert _pools_gap(run) == 0.25
+    run.folder.latest_checkpoint = lambda: 4
+    assert _pools_gap(run) is None
 
 
 # Cutoffs.
@@ -103,9 +103,9 @@ def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bound
         train.append({"step": step, "layers": {"0": same | bounds}})
     rule = SimpleNamespace(looks_ahead=False)
     run = SimpleNamespace(train=train, config={"train": {"log_every": 1}}, warmup_steps=100, target=0.25)
-    subject = SimpleNamespace(run=run, rule=rule, layers=[0], tag={"method": "ET", "kind": "expert_threshold"})
-    run.has_cutoffs = subject.has_bounds = True
-    data = cutoff_stability(SimpleNamespace(routed=[subject]))  # type: ignore[arg-type]
+    run.rule, run.layers, run.tag = rule, [0], {"method": "ET", "kind": "expert_threshold"}
+    run.has_cutoffs = run.has_bounds = True
+    data = cutoff_stability(SimpleNamespace(routed=[run]))  # type: ignore[arg-type]
     (entry,) = data["methods"]
     assert len(entry["steps"]) == len(entry["bound"]) < 500
     for step, share in zip(entry["steps"], entry["bound"], strict=True):
@@ -114,8 +114,8 @@ def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bound
     sentence = say_cutoff_stability(plain(data))
     assert "lie 0.750 from their running means, which is 37.5 % of the scores' standard deviation" in sentence
     assert "a capacity bound changed the load in 12.6 % of steps and experts" in sentence
-    subject.has_bounds = False
-    assert "capacity bound" not in say_cutoff_stability(plain(cutoff_stability(SimpleNamespace(routed=[subject]))))  # type: ignore[arg-type]
+    run.has_bounds = False
+    assert "capacity bound" not in say_cutoff_stability(plain(cutoff_stability(SimpleNamespace(routed=[run]))))  # type: ignore[arg-type]
 
 
 # Dynamic computation.

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cases import et
 from commands import Refused, content, edit, lines, put, write_lines
 from expert_threshold import full_run
-from expert_threshold.analysis.methods import read_subjects
+from expert_threshold.analysis.methods import read_methods
 from expert_threshold.analysis.records import read_run
 from expert_threshold.runs import RunFolder
 
@@ -158,9 +158,9 @@ def test_a_damaged_loss_is_named_before_anything_is_drawn(copy: Path) -> None:
         put(record, path, value)
         write_lines(copy / "metrics.jsonl", [record])
         with pytest.raises(ValueError, match=f"{re.escape(str(copy))}: damaged"):
-            read_subjects([RunFolder.open(copy)])
+            read_methods([RunFolder.open(copy)])
     (copy / "metrics.jsonl").write_bytes(whole)
     with edit(copy / "config.json") as config:
         del config["train"]["steps"]
     with pytest.raises(ValueError, match=f"{re.escape(str(copy))}: damaged"):
-        read_subjects([RunFolder.open(copy)])
+        read_methods([RunFolder.open(copy)])

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from expert_threshold.analysis.results import Result
+from expert_threshold.analysis.records import Result
 from expert_threshold.compare.judgement import judge, judged_cells, loss_at
 from expert_threshold.compare.paired import corrected, holm, paired, residual_spread, student
 
@@ -86,7 +86,7 @@ def test_the_spread_of_few_seeds_is_pooled_over_methods_as_in_an_analysis_of_var
     error = spread * math.sqrt(2 / seeds)
     means = losses[1:].mean(1) - losses[0].mean()
     probabilities = holm([2 * stats.t.sf(abs(mean) / error, freedom) for mean in means])
-    assert all(row[1:] == pytest.approx((error, 6)) for row in rows)
+    assert all((row.error, row.freedom) == pytest.approx((error, 6)) for row in rows)
     assert [row.verdict == "open" for row in rows] == [p > 0.05 for p in probabilities]
     many = corrected(np.repeat(losses[1:] - losses[0], 2, axis=1).tolist(), 0.01)
     assert [row.freedom for row in many] == [5, 5, 5]  # six seeds are enough for each method's own spread

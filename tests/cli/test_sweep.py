@@ -473,7 +473,7 @@ def test_the_page_has_a_row_and_figures_for_each_method_and_is_left_out_without_
     assert et(*command, "--out", copy) == 0
     page = (copy / "sweep.html").read_text()
     table = page[page.index("<tbody>") : page.index("</tbody>")]
-    assert re.findall(r"<tr><td>(\w+)</td>", table) == METHODS
+    assert list(dict.fromkeys(re.findall(r"<tr><td>(\w+)</td>", table))) == METHODS
     assert all(f"<h2>{method}</h2>" in page for method in METHODS)
     assert page.count("Chart: Loss over each option") == len(METHODS)
     assert "nan" not in table.lower()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .audit import CHANGES, Audit
-from .figures.axes import colour_scale, deviations, panels, whole_ticks
+from .figures.plot import colour_scale, deviations, panels, whole_ticks
 from .figures.style import WIDE
 from .page import exhibit, exhibits, page, section, table, text
 from .sentences import fixed
@@ -34,7 +34,7 @@ def audit_page(audit: Audit) -> str:
     header = f"<header><h1>{escape(audit.model)}: {verdict}</h1>{text(rest[0].upper() + rest[1:], muted=True)}</header>"
     body = [header, section("Causality", text(CAUSALITY), _checks(audit))]
     if audit.layers:
-        body.append(exhibits("Experts", [exhibit("Loads", LOADS, lambda: draw_loads(audit))]))
+        body.append(exhibits("Experts", [exhibit("Loads", lambda: (LOADS, draw_loads(audit)))]))
         body.append(section("Layers", text(LAYERS), _layers(audit)))
     return page(f"Audit of {audit.model}", body)
 

@@ -24,8 +24,9 @@ from ..model import GPT
 from ..model.trace import Trace, record_trace
 from ..runs import RunFolder, load_model
 from ..runs.checkpoint import folder_of
-from .methods import Selection, Subject
+from .methods import Selection
 from .plain import NotShownError
+from .records import Run
 from .results import by_method
 
 Item = TypeVar("Item")
@@ -45,21 +46,18 @@ class Domain(NamedTuple):
     known_as: str = ""
 
 
-class Streams(NamedTuple):
-    """Sources of text. source: traces all runs; None uses each run's own validation split. domains: by name."""
-
-    source: str | None
-    tokens: int
-    domains: Mapping[str, Domain]
-
-
 @dataclass
 class Material:
-    """Runs and their traces. Traces are cached in `folder` by weights and tokens."""
+    """Runs and their traces on texts. Traces are cached in `folder` by weights and tokens.
+
+    source: the text to trace all runs on, `tokens` of it; None uses each run's own validation split. domains: by name.
+    """
 
     selection: Selection
     folder: Path
-    streams: Streams
+    source: str | None
+    tokens: int
+    domains: Mapping[str, Domain]
     device: torch.device
     dtype: torch.dtype
     progress: Progress
@@ -68,37 +66,37 @@ class Material:
     _loaded: tuple[tuple[Path, int], tuple[GPT, Tokenizer]] | None = None
 
     @property
-    def subjects(self) -> list[Subject]:
-        return self.selection.subjects
+    def runs(self) -> list[Run]:
+        return self.selection.runs
 
     @cached_property
-    def methods(self) -> dict[str, list[Subject]]:
+    def methods(self) -> dict[str, list[Run]]:
         """The runs of each method."""
-        return by_method(self.subjects)
+        return by_method(self.runs)
 
     @cached_property
-    def compared(self) -> list[list[Subject]]:
+    def compared(self) -> list[list[Run]]:
         """The runs of each method, without ablations of the shared expert or the norm unless there is nothing else."""
         every = list(self.methods.values())
         return [runs for runs in every if runs[0].ordinary] or every
 
     @cached_property
-    def first_runs(self) -> list[Subject]:
+    def first_runs(self) -> list[Run]:
         """The first run of each compared method."""
         return [runs[0] for runs in self.compared]
 
     @cached_property
-    def routed(self) -> list[Subject]:
+    def routed(self) -> list[Run]:
         """The first run of each compared method with routed experts. Raises NotShownError if there is none."""
-        found = [subject for subject in self.first_runs if subject.layers]
+        found = [run for run in self.first_runs if run.layers]
         if not found:
             raise NotShownError("no run has routed experts")
         return found
 
     @property
-    def focus(self) -> Subject:
+    def focus(self) -> Run:
         """The run for figures that show one run: preferably with cutoffs, then one that is causal in training."""
-        return min(self.routed, key=lambda subject: (not subject.run.has_cutoffs, subject.rule.looks_ahead))
+        return min(self.routed, key=lambda run: (not run.has_cutoffs, run.rule.looks_ahead))
 
     def each(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
         """Yield the items and report progress after each."""
@@ -109,62 +107,57 @@ class Material:
 
     def read_domains(self) -> None:
         """Open the text of every domain, to fail before any work is done. Raises ValueError as `open_held_out` does."""
-        for domain in self.streams.domains.values():
+        for domain in self.domains.values():
             self._opened(domain.source, open_held_out)
 
-    def trace(self, subject: Subject, stream: str = "validation", step: int | None = None) -> Trace:
+    def trace(self, run: Run, stream: str = "validation", step: int | None = None) -> Trace:
         """Return the trace of a checkpoint, by default the last, on a stream.
 
         stream: `validation`, `start` (its first quarter) or a domain. Raises ValueError if the run is damaged or its
         text has changed.
         """
-        context = subject.run.model.context
-        tokens = max(self.streams.tokens // 4, 2) if stream == "start" else self.streams.tokens
-        return self._trace(subject, stream, cut_windows(self._read(subject, stream).ids, context, tokens), step)
+        context = run.model.context
+        tokens = max(self.tokens // 4, 2) if stream == "start" else self.tokens
+        return self._trace(run, stream, cut_windows(self._read(run, stream).ids, context, tokens), step)
 
-    def passages(self, subject: Subject) -> dict[str, tuple[Trace, list[str]]]:
+    def passages(self, run: Run) -> dict[str, tuple[Trace, list[str]]]:
         """Return the trace of the start of a document and the text of each of its tokens, by the name of the text.
 
         There is one document per available domain, or else one from the validation split. BOS has an empty text.
         """
-        streams = {domain.known_as or name: name for name, domain in self.streams.domains.items()}
-        return {
-            name: self._passage(subject, stream)
-            for name, stream in (streams or {"validation text": "validation"}).items()
-        }
+        streams = {domain.known_as or name: name for name, domain in self.domains.items()}
+        found, tokenizer = {}, run.folder.tokenizer()
+        for name, stream in (streams or {"validation text": "validation"}).items():
+            read = self._read(run, stream)
+            windows = cut_windows(read.ids[: min(int(read.offsets[1]), PASSAGE)], run.model.context, PASSAGE)
+            trace = self._trace(run, f"passage-{stream}", windows, None)
+            # A character split over several tokens becomes the text of the last one.
+            decode = getincrementaldecoder("utf-8")("replace").decode
+            ids = trace.tokens.tolist()
+            found[name] = trace, ["" if id == tokenizer.bos else decode(tokenizer.decode_bytes([id])) for id in ids]
+        return found
 
-    def _passage(self, subject: Subject, stream: str) -> tuple[Trace, list[str]]:
-        read = self._read(subject, stream)
-        ids = read.ids[: min(int(read.offsets[1]), PASSAGE)]
-        windows = cut_windows(ids, subject.run.model.context, PASSAGE)
-        trace = self._trace(subject, f"passage-{stream}", windows, None)
-        tokenizer, decode = subject.folder.tokenizer(), getincrementaldecoder("utf-8")("replace").decode
-        # A character split over several tokens becomes the text of the last one.
-        return trace, [
-            "" if token == tokenizer.bos else decode(tokenizer.decode_bytes([token])) for token in trace.tokens.tolist()
-        ]
-
-    def _read(self, subject: Subject, stream: str) -> Tokens:
+    def _read(self, run: Run, stream: str) -> Tokens:
         """Return the first tokens of the stream under the run's tokenizer, cached by text and tokenizer."""
-        corpus, tokenizer = self._corpus(subject, stream), subject.folder.tokenizer()
+        corpus, tokenizer = self._corpus(run, stream), run.folder.tokenizer()
         key = corpus.hash, tokenizer.hash
         if key not in self._tokens:
             # Windows need one more token for the last target.
             progress = self.progress(f"{corpus.name}: tokenizing")
-            enough = self.streams.tokens + subject.run.model.context + 1
+            enough = self.tokens + run.model.context + 1
             self._tokens[key] = pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
         return self._tokens[key]
 
-    def _corpus(self, subject: Subject, stream: str) -> Corpus:
-        domain = self.streams.domains.get(stream)
-        source = self.streams.source if domain is None else domain.source
+    def _corpus(self, run: Run, stream: str) -> Corpus:
+        domain = self.domains.get(stream)
+        source = self.source if domain is None else domain.source
         if source is not None:
             return self._opened(source, open_held_out)
-        data = subject.folder.section("data")
+        data = run.folder.section("data")
         corpus = self._opened(str(data), lambda _: open_source(**asdict(DataConfig(**data))))
-        if corpus.hash != subject.folder.section("corpus")["hash"]:
+        if corpus.hash != run.folder.section("corpus")["hash"]:
             raise ValueError(
-                f"{corpus.name} has changed since {subject.folder.path} was started; restore it, or name --data SOURCE"
+                f"{corpus.name} has changed since {run.folder.path} was started; restore it, or name --data SOURCE"
             )
         return corpus
 
@@ -173,18 +166,21 @@ class Material:
             self._corpora[source] = open_it(source)
         return self._corpora[source]
 
-    def _trace(self, subject: Subject, stream: str, windows: Tensor, step: int | None) -> Trace:
-        folder = subject.folder
+    def _trace(self, run: Run, stream: str, windows: Tensor, step: int | None) -> Trace:
+        folder = run.folder
         step = folder.checkpoints()[-1] if step is None else step
         facts = {
             "step": step,
             "expert_threshold": __version__,
-            "model": _hash(repr(subject.run.model).encode()),
+            "model": _hash(repr(run.model).encode()),
             "checkpoint": _hash((folder_of(folder.path / "checkpoints", step) / "manifest.json").read_bytes()),
             "stream": _hash(windows.numpy().tobytes()),
             "dtype": str(self.dtype).removeprefix("torch."),
         }
-        path = self.folder / f"{_slug(folder)}-step_{step:06d}-{stream}.parquet"
+        place = folder.path.resolve()
+        readable = re.sub(r"[^\w.-]+", "_", "-".join(place.parts[-2:]))
+        unique = f"{readable}-{_hash(str(place).encode())[:6]}"
+        path = self.folder / f"{unique}-step_{step:06d}-{stream}.parquet"
         if path.exists():
             with suppress(ValueError):  # a damaged trace is recorded again
                 kept = Trace(path)
@@ -192,7 +188,7 @@ class Material:
                     return kept
         self.folder.mkdir(parents=True, exist_ok=True)
         model, _ = self._load(folder, step)
-        what = f"{subject.method}: tracing {stream}, step {step:,}"
+        what = f"{run.method}: tracing {stream}, step {step:,}"
         return record_trace(model, windows, path, facts=facts, progress=self.progress(what))
 
     def _load(self, folder: RunFolder, step: int) -> tuple[GPT, Tokenizer]:
@@ -214,13 +210,6 @@ def cut_windows(ids: Ids, context: int, tokens: int) -> Tensor:
         return torch.tensor([[*few, IGNORED]], dtype=torch.int32)
     stream = torch.from_numpy(ids[: rows * context + 1].astype(np.int32))
     return stream.unfold(0, context + 1, context).contiguous()
-
-
-def _slug(folder: RunFolder) -> str:
-    """Return a readable file name that is unique to the folder."""
-    path = folder.path.resolve()
-    readable = re.sub(r"[^\w.-]+", "_", "-".join(path.parts[-2:]))
-    return f"{readable}-{_hash(str(path).encode())[:6]}"
 
 
 def _hash(data: bytes) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..files import corrupted_file_error
-from ..recipes import METHODS, method_named
-from ..routing import DENSE, RULES, Rule
+from ..recipes import METHODS
+from ..routing import RULES
 from ..runs import RunFolder
 from .records import Run, read_run, require_numbers
 from .sentences import listed
@@ -29,56 +29,6 @@ _NAMES = {
 
 TEXT = 24
 """The maximum number of characters of a text's name within a method's name."""
-
-
-class Subject(NamedTuple):
-    """A run to analyse, with its method."""
-
-    folder: RunFolder
-    run: Run
-    kind: str  # the name of the rule in `et compare`; decides the colour
-    method: str  # the name in figures
-
-    @property
-    def tag(self) -> dict[str, str]:
-        """The fields that identify the method of a run in the data of figures."""
-        return {"method": self.method, "kind": self.kind}
-
-    @property
-    def ordinary(self) -> bool:
-        """True if the run has a shared expert and no fanout norm; other runs have separate figures."""
-        return self.run.model.shared_experts > 0 and self.run.model.gate_norm is None
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """The step of the last checkpoint, and the planned number of steps."""
-        return self.folder.latest_checkpoint() or 0, self.run.config["train"]["steps"]
-
-    @property
-    def rule(self) -> Rule:
-        """The routing rule, which the run must have."""
-        assert self.run.model.rule is not None
-        return self.run.model.rule
-
-    @property
-    def pool(self) -> int:
-        """The size of a pool, in tokens, in which every expert gets at least one token."""
-        return self.rule.num_experts * max(self.rule.num_experts, math.ceil(1 / self.rule.experts_per_token))
-
-    @property
-    def bounds(self) -> tuple[int, int] | None:
-        """The minimum and maximum load of an expert in training for `pool` tokens; None without bounds."""
-        return self.rule.load_bounds(self.pool)
-
-    @property
-    def has_bounds(self) -> bool:
-        """True if training bounds the loads and they are not exact by definition."""
-        return not self.rule.looks_ahead and self.bounds is not None
-
-    @property
-    def layers(self) -> list[int]:
-        """The layers with experts."""
-        return [] if self.run.model.rule is None else list(range(self.run.model.dense_layers, self.run.model.layers))
 
 
 def seed_of(path: Path) -> int | None:
@@ -106,7 +56,7 @@ def find_runs(paths: Sequence[str]) -> list[RunFolder]:
 class Selection(NamedTuple):
     """The runs to analyse. left_out: reasons for omissions by folder. unfinished: progress by folder."""
 
-    subjects: list[Subject]
+    runs: list[Run]
     left_out: dict[str, str]
     unfinished: dict[str, str]
 
@@ -121,47 +71,45 @@ def select_runs(folders: Sequence[RunFolder]) -> Selection:
     saved = [folder for folder in folders if folder.latest_checkpoint() is not None]
     left_out = {str(folder.path): "no checkpoint was saved yet" for folder in folders if folder not in saved}
     unfinished: dict[str, str] = {}
-    chosen: dict[tuple[str, int], Subject] = {}
-    read = read_subjects(saved or folders)
-    finished = {subject.method for subject in read if subject.steps[0] == subject.steps[1]}
-    for subject in read:
-        made, steps = subject.steps
-        path, how_far = str(subject.folder.path), f"unfinished, {made:,} of {steps:,} steps"
-        if made != steps and subject.method in finished:
-            left_out[path] = f"{how_far}, but other runs of {subject.method} are finished"
+    chosen: dict[tuple[str, int], Run] = {}
+    read = read_methods(saved or folders)
+    finished = {run.method for run in read if run.steps[0] == run.steps[1]}
+    for run in read:
+        made, steps = run.steps
+        path, how_far = str(run.folder.path), f"unfinished, {made:,} of {steps:,} steps"
+        if made != steps and run.method in finished:
+            left_out[path] = f"{how_far}, but other runs of {run.method} are finished"
             continue
-        seed = subject.run.config["train"]["seed"]
-        first = chosen.setdefault((subject.method, seed), subject)
-        if first is not subject:
-            left_out[path] = f"has seed {seed} of {subject.method}, as does {first.folder.path}; a seed counts once"
+        first = chosen.setdefault((run.method, run.seed), run)
+        if first is not run:
+            left_out[path] = f"has seed {run.seed} of {run.method}, as does {first.folder.path}; a seed counts once"
         elif made != steps:
             unfinished[path] = how_far
     return Selection(list(chosen.values()), left_out, unfinished)
 
 
-def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
-    """Read the runs and sort them by method. Raises ValueError if a run is damaged."""
-    read = sorted(map(_read, folders), key=lambda found: _order(found[0]))
-    every = [mine for _, mine in read]
+def read_methods(folders: Sequence[RunFolder]) -> list[Run]:
+    """Read the runs, name their methods and sort them by method. Raises ValueError if a run is damaged."""
+    read = sorted(map(_read, folders), key=_order)
+    every = [options(run) for run in read]
     common = set.intersection(*map(set, every))
     differing = {name for name in common if any(each[name] != every[0][name] for each in every)}
     first: dict[str, dict[str, Any]] = {}
     names: dict[tuple[str, ...], str] = {}
-    subjects = []
-    for subject, mine in read:
-        suffixes = _suffixes(mine, first.setdefault(subject.kind, mine), differing)
-        name = full = (subject.method, *suffixes)
+    runs = []
+    for run, mine in zip(read, every, strict=True):
+        suffixes = _suffixes(mine, first.setdefault(run.kind, mine), differing)
+        name = full = (run.label, *suffixes)
         if len(suffixes) > 3:  # too many for a figure; the page has a table of options that differ
-            path = subject.folder.path
-            name = (subject.method, "of", path.name if seed_of(path) is None else path.parent.name)
+            path = run.folder.path
+            name = (run.label, "of", path.name if seed_of(path) is None else path.parent.name)
         taken = " ".join(name) in names.values()
         names.setdefault(full, " ".join(full if taken else name))
-        subjects.append(subject._replace(method=names[full]))
-    return subjects
+        runs.append(replace(run, method=names[full]))
+    return runs
 
 
-def _read(folder: RunFolder) -> tuple[Subject, dict[str, Any]]:
-    """Return a run, whose method is still the name of its rule, and its options."""
+def _read(folder: RunFolder) -> Run:
     for section in ("model", "rule", "optim", "train", "data", "corpus"):
         folder.section(section)  # raises ValueError if a section is missing
     if folder.latest_checkpoint() is None:
@@ -170,21 +118,20 @@ def _read(folder: RunFolder) -> tuple[Subject, dict[str, Any]]:
         run = read_run(folder)
         for record in (*run.train, *run.validation):
             require_numbers(record)
-        name = DENSE if run.model.rule is None else run.model.rule.label_of(pool_tokens(run))
-        return Subject(folder, run, method_named(run.rule) or name, name), options(run)
+        options(run)
+        return run
 
 
-def legend(subjects: Sequence[Subject]) -> str:
+def legend(runs: Sequence[Run]) -> str:
     """Return sentences on the rule behind each label and on routing in the figures; empty if no run has experts."""
     labels: dict[str, list[str]] = {}
     pooled = []
-    for subject in subjects:
-        if subject.layers:
-            label = subject.rule.label_of(pool_tokens(subject.run))
-            same = labels.setdefault(subject.run.rule["name"].replace("_", " "), [])
-            if label not in same:
-                same.append(label)
-                pooled += [label] if subject.run.has_cutoffs and subject.rule.looks_ahead else []
+    for run in runs:
+        if run.layers:
+            same = labels.setdefault(run.config["rule"]["name"].replace("_", " "), [])
+            if run.label not in same:
+                same.append(run.label)
+                pooled += [run.label] if run.has_cutoffs and run.rule.looks_ahead else []
     if not labels:
         return ""
     parts = [f"{listed(same)} {'is' if len(same) == 1 else 'are'} {name}" for name, same in labels.items()]
@@ -192,22 +139,12 @@ def legend(subjects: Sequence[Subject]) -> str:
     return f"{text}: by the running means of the cutoffs in {listed(pooled)}." if pooled else f"{text}."
 
 
-def pool_tokens(run: Run) -> int | None:
-    """Return the pool size in training, in tokens; None without pools."""
-    rule, train = run.model.rule, run.config["train"]
-    if rule is None or rule.scope(training=True) == "token":
-        return None
-    batch = run.model.context * train["batch_size"]
-    return rule.window(run.model.context, batch, batch * train["accumulation"]).pool
-
-
-def _order(subject: Subject) -> tuple[Any, ...]:
+def _order(run: Run) -> tuple[Any, ...]:
     """Return the sort key: dense first, then rules in the order of `RULES`, each by method and pool size."""
-    run, pool = subject.run, pool_tokens(subject.run) or 0
-    place = list(METHODS).index(subject.kind) if subject.kind in METHODS else len(METHODS)
-    rank = -1 if run.model.rule is None else list(RULES).index(run.rule["name"])
+    place = list(METHODS).index(run.kind) if run.kind in METHODS else len(METHODS)
+    rank = -1 if run.model.rule is None else list(RULES).index(run.config["rule"]["name"])
     usual = run.model.shared_experts == 1 and run.model.gate_norm is None
-    return rank, 0 if pool else place, pool, place, subject.kind, subject.method, not usual
+    return rank, 0 if run.pool else place, run.pool or 0, place, run.kind, run.label, not usual
 
 
 def options(run: Run) -> dict[str, Any]:
@@ -227,10 +164,9 @@ def _suffixes(mine: Mapping[str, Any], first: Mapping[str, Any], differing: set[
     apart += [name for name in sorted(differing) if (name, mine[name]) in _NAMES and name not in apart]
     if "model.shared_experts" in apart and mine["model.shared_experts"] == 0:  # two routed experts replace it
         apart = [name for name in apart if name != "rule.experts_per_token"]
-    return [_name(name, mine) for name in apart]
-
-
-def _name(name: str, mine: Mapping[str, Any]) -> str:
-    if name == "text":
-        return f"on {mine[name]}"
-    return _NAMES.get((name, mine[name])) or f"{name.rpartition('.')[2]} {mine[name]}"
+    return [
+        f"on {mine[name]}"
+        if name == "text"
+        else _NAMES.get((name, mine[name])) or f"{name.rpartition('.')[2]} {mine[name]}"
+        for name in apart
+    ]

@@ -14,7 +14,10 @@ class Panel {
     if (!group) return;
     for (const path of group.querySelectorAll("path[clip-path]")) path.plain = path.getAttribute("d");
     for (const use of group.querySelectorAll("[clip-path] use")) use.plain = [+use.getAttribute("x"), +use.getAttribute("y")];
-    for (const name of ["x", "y"]) this.drawn[name] = group.querySelector(`.${name}axis`).innerHTML;
+    for (const name of ["x", "y"]) this.drawn[name] = this.axisOf(name).innerHTML;
+  }
+  axisOf(name) {
+    return this.group.querySelectorAll("[id*='-matplotlib.axis_']")[name === "x" ? 0 : 1];
   }
   limit(name) {  // a logarithmic axis starts at the smallest positive value in view
     const [low, high] = this.limits[name];
@@ -39,11 +42,11 @@ class Panel {
         `${kind} ${this.moved("x", +x)} ${this.moved("y", +y)}`));
     for (const use of this.group.querySelectorAll("[clip-path] use"))
       if (use.plain) ["x", "y"].forEach((each, place) => use.setAttribute(each, this.moved(each, use.plain[place])));
-    for (const each of this.group.querySelectorAll(".leader")) each.style.display = this.logs.x || this.logs.y ? "none" : "";
+    for (const each of this.group.querySelectorAll("[id$=-leader]")) each.style.display = this.logs.x || this.logs.y ? "none" : "";
     this.axis(name);
   }
   axis(name) {
-    const axis = this.group.querySelector(`.${name}axis`);
+    const axis = this.axisOf(name);
     axis.innerHTML = this.drawn[name];
     if (!this.logs[name]) return;
     const [low, high] = this.limit(name), powers = Math.log10(high / low);
@@ -85,7 +88,7 @@ class Panel {
 for (const figure of document.querySelectorAll("figure")) {
   const data = figure.querySelector("script[type='application/json']");
   if (!data) continue;
-  const svg = figure.querySelector("svg"), groups = [...svg.querySelectorAll(".axes")];
+  const svg = figure.querySelector("svg"), groups = [...svg.querySelectorAll("[id*=-axes_]")];
   const panels = JSON.parse(data.textContent).map(facts => new Panel(svg, facts, groups[facts.axes]));
   const tip = element("div", "", figure);
   Object.assign(tip, { className: "tip", hidden: true });

@@ -21,42 +21,33 @@ from .plain import NotShownError, plain
 
 
 class Exhibit(NamedTuple):
-    """A figure with its caption."""
+    """A figure with its caption. Without a figure, the caption is the reason why it is not shown.
+
+    files: the stem of its files next to the page, if any. failed: True if the reason is an error.
+    """
 
     title: str
-    sentence: str
-    figure: Figure
-    files: str | None = None  # the stem of its files next to the page, if any
-
-
-class LeftOut(NamedTuple):
-    """A figure that is not shown, with the reason. failed: True if the reason is an error."""
-
-    title: str
-    reason: str
+    caption: str
+    figure: Figure | None = None
+    files: str | None = None
     failed: bool = False
 
 
-def attempt(title: str, make: Callable[[], Exhibit]) -> Exhibit | LeftOut:
-    """Return the figure that `make` draws with `STYLE` active, or the reason why it cannot be drawn.
+def exhibit(title: str, make: Callable[[], tuple[str, Figure]], files: str | None = None) -> Exhibit:
+    """Return the caption and the figure that `make` draws with `STYLE` active, or why it cannot be drawn.
 
     An error in one figure leaves out only that figure, since people need the others when a run has gone wrong. Raises
     OSError if the disk is full, and ValueError if matplotlib is missing.
     """
     with style():
         try:
-            return make()
+            return Exhibit(title, *make(), files)
         except NotShownError as reason:
-            return LeftOut(title, str(reason))
+            return Exhibit(title, str(reason))
         except OSError:
             raise
         except Exception as error:
-            return LeftOut(title, _describe(error), failed=True)
-
-
-def exhibit(title: str, sentence: str | Callable[[], str], draw: Callable[[], Figure]) -> Exhibit | LeftOut:
-    """Draw a figure with its caption, as `attempt` does."""
-    return attempt(title, lambda: Exhibit(title, sentence if isinstance(sentence, str) else sentence(), draw()))
+            return Exhibit(title, _describe(error), failed=True)
 
 
 def _describe(error: Exception) -> str:
@@ -125,22 +116,22 @@ def folded(summary: str, content: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
-def exhibits(title: str, entries: Iterable[Exhibit | LeftOut]) -> str:
+def exhibits(title: str, entries: Iterable[Exhibit]) -> str:
     """Return a section of figures side by side, with a line for each figure that failed; empty without figures."""
     figures = "\n".join(
-        _figure(f"{title} {entry.title}", entry)
-        if isinstance(entry, Exhibit)
-        else f"<figure><h3>{escape(entry.title)}</h3><p>This figure failed: {escape(entry.reason)}.</p></figure>"
+        _figure(f"{title} {entry.title}", entry, entry.figure)
+        if entry.figure is not None
+        else f"<figure><h3>{escape(entry.title)}</h3><p>This figure failed: {escape(entry.caption)}.</p></figure>"
         for entry in entries
-        if isinstance(entry, Exhibit) or entry.failed
+        if entry.figure is not None or entry.failed
     )
     return section(title, f'<div class="figures">\n{figures}\n</div>' if figures else "")
 
 
-def left_out(entries: Iterable[Exhibit | LeftOut]) -> str:
+def left_out(entries: Iterable[Exhibit]) -> str:
     """Return a section of omitted figures with reasons; empty if there are none."""
-    missing = [entry for entry in entries if isinstance(entry, LeftOut) and not entry.failed]
-    lines = "".join(f"<li>{escape(entry.title)}: {escape(entry.reason)}.</li>" for entry in missing)
+    missing = [entry for entry in entries if entry.figure is None and not entry.failed]
+    lines = "".join(f"<li>{escape(entry.title)}: {escape(entry.caption)}.</li>" for entry in missing)
     return section("Left out", f"<ul>{lines}</ul>" if lines else "")
 
 
@@ -179,22 +170,21 @@ def text_block(text: str) -> str:
     return f"<pre>{escape(visible)}</pre>"
 
 
-def _figure(name: str, exhibit: Exhibit) -> str:
-    prefix = re.sub(r"\W+", "-", name.lower())
-    drawn = svg(exhibit.figure, prefix, f"Chart: {exhibit.title}")  # the caption describes the content
-    charted = json.dumps(panels) if (panels := charts(exhibit.figure)) else ""
-    width, height = exhibit.figure.get_size_inches()
+def _figure(name: str, exhibit: Exhibit, figure: Figure) -> str:
+    drawn = svg(figure, re.sub(r"\W+", "-", name.lower()), f"Chart: {exhibit.title}")  # the caption describes it
+    width, height = figure.get_size_inches()
     layout = f"{'wide' if width > NARROW else ''}{' tall' if height > TALL * width else ''}".strip()
+    kinds = {"png": "PNG", "svg": "SVG", "json": "data"} if exhibit.files else {}
+    links = "".join(f' <a href="{escape(str(exhibit.files))}.{kind}">{what}</a>' for kind, what in kinds.items())
+    files = f' <span class="files">{links}</span>' if links else ""
+    numbers = json.dumps(panels).replace("<", "\\u003c") if (panels := charts(figure)) else ""
+    values = '<details class="values"><summary>Values</summary></details><script type="application/json">'
     return (
         f'<figure class="{layout}"><h3>{escape(exhibit.title)}</h3>\n'
-        + f'<div class="chart">{drawn}</div>'
-        + f"\n<figcaption>{escape(exhibit.sentence)}{_links(exhibit.files)} <span class=scales></span></figcaption>"
-        + (VALUES.format(charted.replace("<", "\\u003c")) if charted else "")
-        + "</figure>"
+        f'<div class="chart">{drawn}</div>\n'
+        f"<figcaption>{escape(exhibit.caption)}{files} <span class=scales></span></figcaption>"
+        f"{f'{values}{numbers}</script>' if numbers else ''}</figure>"
     )
-
-
-VALUES = '<details class="values"><summary>Values</summary></details><script type="application/json">{}</script>'
 
 
 def charts(figure: Figure) -> list[dict[str, Any]]:
@@ -231,57 +221,29 @@ def charts(figure: Figure) -> list[dict[str, Any]]:
     return list(plain(found))
 
 
-def _links(files: str | None) -> str:
-    kinds = {"png": "PNG", "svg": "SVG", "json": "data"}
-    links = "".join(f' <a href="{escape(files)}.{kind}">{what}</a>' for kind, what in kinds.items()) if files else ""
-    return f' <span class="files">{links}</span>' if files else ""
-
-
 def save_figure(draw: Callable[[], Figure], path: Path) -> Figure:
     """Draw a figure, write it to path.png and path.svg atomically on a white background, and return it."""
     with style():
         figure = draw()
-        for kind in ("png", "svg"):
+        for kind, undated in (("png", {}), ("svg", {"Date": None})):  # identical figures give identical files
             image = io.BytesIO()
-            figure.savefig(image, format=kind, dpi=DPI, facecolor="white", metadata=_UNDATED[kind])
+            figure.savefig(image, format=kind, dpi=DPI, facecolor="white", metadata=undated)
             replace_file(path.with_name(f"{path.name}.{kind}"), image.getvalue())
         return figure
 
 
-_UNDATED = {"png": None, "svg": {"Date": None}}  # identical figures give identical files
-
-
 def svg(figure: Figure, prefix: str, alt: str) -> str:
-    """Return a figure as an <svg> element, in which text stays text and ids are unique.
+    """Return a figure as an <svg> element, in which text stays text.
 
-    prefix: prefix of all ids, unique on the page. alt: text for screen readers.
+    prefix: of all ids, which makes them unique on the page. alt: text for screen readers.
     """
     file = io.StringIO()
-    for axes in figure.axes:
-        for part, name in ((axes, "axes"), (axes.xaxis, "xaxis"), (axes.yaxis, "yaxis")):
-            part.set_gid(name)
     with style():
         figure.savefig(file, format="svg")
     drawn = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", file.getvalue(), flags=re.DOTALL)
-    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', drawn))
     box = re.search(r'viewBox="[^"]*"', drawn)
     assert box is not None
-    inside = re.sub("<[^>]+>", lambda tag: _for_page(tag[0], used, prefix), drawn[drawn.index(">", box.end()) + 1 :])
+    inside = re.sub(r'(?:xlink:)?(\bid="|url\(#|href="#)', rf"\1{prefix}-", drawn[drawn.index(">", box.end()) + 1 :])
     shown = re.sub(r">\s*([^<]*?)\s*<", r">\1<", f">{inside}".strip())
     # Print limits the height of a chart, which then stays on the left.
     return f'<svg {box[0]} preserveAspectRatio="xMinYMin" role="img" aria-label="{escape(alt)}"{shown}'
-
-
-CLASSES = ("axes", "xaxis", "yaxis", "leader")
-"""The parts of a figure that the page's script finds by class."""
-
-
-def _for_page(tag: str, used: set[str], prefix: str) -> str:
-    def named(found: re.Match[str]) -> str:
-        name = found[1]
-        return f' class="{name}"' if name in CLASSES else f' id="{prefix}-{name}"' if name in used else ""
-
-    family = "; font-family: monospace" if "Mono" in tag else ""  # other text uses the font of the page
-    tag = re.sub(r' id="([^"]*)"', named, tag.replace("xlink:href", "href"))
-    tag = re.sub(r'(url\(|href=")#', rf"\1#{prefix}-", tag)
-    return re.sub(r"font: ([\d.]+px)(?:&\w+;|[^;\"])*", rf"font-size: \1{family}", tag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from html import escape
@@ -14,7 +15,7 @@ from ..glossary import as_html
 from ..model import PRESETS, parameter_counts
 from ..runs import RunFolder
 from .figures.training import LEARNING, ROUTING, drawn
-from .page import LeftOut, exhibits, facts, folded, left_out, page, section, text, text_block
+from .page import exhibits, facts, folded, left_out, page, section, text, text_block
 from .records import Run, finite, read_run, series
 from .sentences import counted, short
 
@@ -34,17 +35,17 @@ def report(run: Run, say: Callable[[str], None]) -> str:
     chosen = {"Learning": list(drawn(LEARNING, run)), "Routing": list(drawn(ROUTING, run))}
     every = [entry for entries in chosen.values() for entry in entries]
     for entry in every:
-        if isinstance(entry, LeftOut) and entry.failed:
-            say(f"warning: the figure {entry.title} of the report failed: {entry.reason}")
+        if entry.failed:
+            say(f"warning: the figure {entry.title} of the report failed: {entry.caption}")
     config = json.dumps(run.config, indent=2, ensure_ascii=False)
     return page(
-        f"{run.name}: {run.rule_name}",
+        f"{run.folder.path.resolve().name}: {run.rule_name}",
         [
             header(run),
             as_html(),
             warnings(run),
             *(exhibits(title, entries) for title, entries in chosen.items()),
-            samples(run),
+            samples(run.folder),
             left_out(every),
             section("Configuration", folded("config.json", text_block(config))),
         ],
@@ -56,11 +57,12 @@ def header(run: Run) -> str:
     parameters = parameter_counts(run.model)
     title = f"{run.rule_name[0].upper()}{run.rule_name[1:]}, {short(parameters['total'])} parameters"
     # Check for compare.json: the page of a comparison is written after the reports of its runs.
-    inside = (run.path.parent.parent / "compare.json").is_file()
+    path = run.folder.path.resolve()
+    inside = (path.parents[1] / "compare.json").is_file()
     comparison = '<nav><a href="../../compare.html">Comparison with this run</a></nav>' if inside else ""
     numbers = "".join(f"<li><b>{escape(value)}</b>{escape(what)}</li>" for value, what in _numbers(run))
     return (
-        f"<header><h1>{escape(title)}</h1>{text(f'Run {run.name}', muted=True)}\n"
+        f"<header><h1>{escape(title)}</h1>{text(f'Run {path.name}', muted=True)}\n"
         f'<ul class="numbers">{numbers}</ul>\n{facts(_facts(run, parameters))}{comparison}</header>'
     )
 
@@ -79,7 +81,9 @@ def _numbers(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _facts(run: Run, parameters: dict[str, int]) -> Iterator[tuple[str, str]]:
-    model, train, corpus, versions = (run.config[key] for key in ("model", "train", "corpus", "versions"))
+    model, rule, train, corpus, versions = (run.config[key] for key in ("model", "rule", "train", "corpus", "versions"))
+    records = (*run.train, *run.validation, *run.events)
+    step = max([record["step"] for record in records] + run.folder.checkpoints(), default=0)
     preset = [name for name, sizes in PRESETS.items() if sizes.items() <= model.items()]
     yield (
         "Model",
@@ -87,12 +91,12 @@ def _facts(run: Run, parameters: dict[str, int]) -> Iterator[tuple[str, str]]:
         f"heads, context {model['context']:,}, vocabulary {model['vocab_size']:,}",
     )
     yield "Parameters", f"{parameters['total']:,} in total, {parameters['active']:,} active per token"
-    options = ", ".join(f"{key} {_plain(value)}" for key, value in run.rule.items() if key != "name")
-    yield "Rule", f"{run.rule['name']}{': ' if options else ''}{options}"
+    name, *options = (_plain(value) if key == "name" else f"{key} {_plain(value)}" for key, value in rule.items())
+    yield "Rule", f"{name}{': ' if options else ''}{', '.join(options)}"
     if run.model.rule is not None:
         yield "Experts", f"width {model['d_expert']}, {model['shared_experts']} shared"
     yield "Corpus", f"{corpus['name']}, {short(corpus['bytes'])} bytes, sha256 {corpus['hash'][:16]}"
-    yield "Steps", f"{run.step:,} of {train['steps']:,}, {run.tokens_per_step:,} tokens each; seed {train['seed']}"
+    yield "Steps", f"{step:,} of {train['steps']:,}, {run.tokens_per_step:,} tokens each; seed {train['seed']}"
     if run.config["init_from"] is not None:
         yield "Initialised from", run.config["init_from"]
     threads = f", {counted(train['threads'], 'thread')}" if train["device"] == "cpu" else ""
@@ -118,13 +122,13 @@ def warnings(run: Run) -> str:
     return section("Warnings", *map(text, lines))
 
 
-def samples(run: Run) -> str:
+def samples(folder: RunFolder) -> str:
     """Return the last sample, with earlier samples collapsed."""
-    if not run.samples:
-        return ""
-    *earlier, (name, last) = run.samples
-    before = (folded(name, text_block(sample)) for name, sample in reversed(earlier))
-    return section("Samples", text(f"After {name}:"), text_block(last), *before)
+    shown: list[str] = []
+    for path in sorted(folder.samples.glob("step_*.txt"), reverse=True):
+        name, sample = re.sub("_0*", " ", path.stem), text_block(path.read_text(encoding="utf-8", errors="replace"))
+        shown.append(folded(name, sample) if shown else text(f"After {name}:") + "\n" + sample)
+    return section("Samples", *shown)
 
 
 def _plain(value: object) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from ..analysis.atlas import write_atlas
 from ..analysis.figures import FIGURES
 from ..analysis.figures.study import Study
-from ..analysis.material import DOMAINS, STREAMS, Domain, Material, Streams
+from ..analysis.material import DOMAINS, STREAMS, Domain, Material
 from ..analysis.methods import find_runs, select_runs
 from ..files import expand
 from ..option import Bounds
@@ -67,7 +67,9 @@ def open_material(options: Mapping[str, Any], out: Path, display: Display) -> Ma
     material = Material(
         selection,
         out / "traces",
-        Streams(options["data"], options["tokens"], domains),
+        options["data"],
+        options["tokens"],
+        domains,
         device,
         pick_dtype(options["dtype"], device),
         display.task,

@@ -16,10 +16,9 @@ from rich.text import Text
 from ..analysis.sentences import listed
 from ..compare.experiment import opened
 from ..compare.findings import Findings
-from ..compare.join import JOINED, join
 from ..compare.judgement import MARGIN, chosen_baseline
-from ..compare.page import draw
-from ..compare.running import COMPARISON, Comparison, budget
+from ..compare.page import write_page
+from ..compare.running import COMPARISON, JOINED, Comparison, budget, join
 from ..config import DEFAULT_PRESET, RunConfig
 from ..data.sources import absolute
 from ..install import et
@@ -104,7 +103,7 @@ def run(arguments: Sequence[str]) -> None:
     require_shared_budget(configs)
     keep_freed_memory()
     console = console_for_tables()
-    with opened(out, COMPARISON) as folder:
+    with opened(out, "comparison", COMPARISON) as folder:
         start = " with ".join(start_of(given).values())
         comparison = Comparison(folder, configs, seeds, start, baseline, margin)
         comparison.require_continued()
@@ -117,7 +116,7 @@ def run(arguments: Sequence[str]) -> None:
         except KeyboardInterrupt:
             say(console, f"to continue the comparison: {et()} {shlex.join(['compare', *arguments])}")
             raise
-        conclude(console, comparison.findings(), folder, COMPARISON.file, comparison.labels())
+        conclude(console, comparison.findings(), folder, COMPARISON)
         say(console, f"next: {et()} analyze {shlex.quote(str(folder))}")
 
 
@@ -129,21 +128,19 @@ def _join(given: dict[str, Any]) -> None:
         flags = ", ".join(str(value) if name == "preset" else flag_of(name) for name, value in given.items())
         raise ValueError(f"--join allows only --baseline, --margin and --out; leave out {flags}")
     findings = join(folders, baseline, margin)
-    with opened(out, JOINED) as folder:
-        conclude(console_for_tables(), findings, folder, JOINED.file)
+    with opened(out, "joined comparison", JOINED) as folder:
+        conclude(console_for_tables(), findings, folder, JOINED)
 
 
-def conclude(
-    console: Console, findings: Findings, folder: Path, file: str, labels: Mapping[str, str] | None = None
-) -> None:
-    """Write and print the tables, draw the page, and report where they are. labels: as in `draw`."""
+def conclude(console: Console, findings: Findings, folder: Path, file: str) -> None:
+    """Write and print the tables, draw the page, and report where they are."""
     findings.write(folder, file)
     for head, lines, note in findings.tables(lambda text: f"[bold]{text}[/bold]"):
         console.print(table(head, lines))
         if note:
             console.print(note, markup=False, highlight=False)
     try:
-        figures = draw(findings, folder, labels)
+        figures = write_page(findings, folder)
         say(console, f"results in {folder}: compare.html, .md and .csv, {file}; {listed(figures)}, .png and .svg")
     except ValueError as missing:
         say(console, f"results in {folder}, but no figure: {missing}")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from ..analysis.figures.dial import draw_dial
+from ..analysis.figures.plot import log_ticks, panels
+from ..analysis.figures.style import METHODS, NARROW, Figure
 from ..analysis.page import save_figure
-from ..analysis.plain import plain
+from ..analysis.plain import array, plain
 from ..analysis.sentences import fixed
 from ..evaluation import Point
 from ..model import GPTConfig
@@ -91,4 +94,30 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Write the figure. Raises ValueError if matplotlib is missing."""
-    save_figure(partial(draw_dial, {"runs": [{"name": run, **found} for run, found in results.items()]}), path)
+    save_figure(partial(draw_dial, results), path)
+
+
+def draw_dial(results: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Draw loss over active compute, with a line for each run; filled dots: trained cutoffs."""
+    key: dict[str, dict[str, Any]] = {
+        name: {"color": METHODS[(place + 3) % len(METHODS)]} for place, name in enumerate(results)
+    }
+    figure, every = panels(1.6 * NARROW, ["loss (nats per token)", ""], 2.2, share=False, key=key)
+    for run, stroke in zip(results.values(), key.values(), strict=True):
+        for axes, name, unit in zip(every, ("fanout", "flops_per_token"), (1, 1e-6), strict=True):
+            points = [(unit * point[name], point["loss"], point["rate"] is None) for point in run["points"]]
+            x, y, trained = array(sorted(points, key=itemgetter(0))).T
+            axes.plot(x, y, **stroke, marker="o", markerfacecolor="white")
+            axes.plot(x[trained > 0], y[trained > 0], **stroke, marker="o", markersize=7, linestyle="none")
+    fanouts = [point["fanout"] for run in results.values() for point in run["points"]]
+    least = min(filter(None, fanouts), default=1)
+    ticks = [2.0**power for power in range(-10, 11) if 0.9 * least <= 2**power <= 1.1 * max(fanouts)]
+    by_fanout, by_flops = every
+    by_fanout.set_xscale("symlog", base=2, linthresh=least, linscale=0.5)  # includes 0
+    by_fanout.set_xticks([0, *ticks], [str(Fraction(tick)) for tick in (0, *ticks)])
+    by_fanout.set_xticks([], minor=True)
+    by_fanout.set_xlabel("routed experts per token", loc="right")
+    by_flops.set_xscale("log")
+    log_ticks(by_flops.xaxis)
+    by_flops.set_xlabel("MFLOPs per token, forward", loc="right")
+    return figure

@@ -7,33 +7,24 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from ..analysis.sentences import counted, fixed
+from ..analysis.sentences import counted
 from ..compare.experiment import opened
 from ..compare.running import OF_EXPERTS
 from ..compare.sweep import SWEEP, Dimension, Space, Sweep, Tunable, require_optuna
-from ..compare.sweep_page import show_value, write_page
+from ..compare.sweep_page import HEAD, best_rows, write_page
 from ..config import DEFAULT_PRESET, KINDS, RunConfig, by_path, kinds, nested
 from ..install import et
 from ..option import Bounds, Count, Minutes, alternatives, convert, did_you_mean
 from ..plan import costs
 from ..recipes import methods as all_methods
-from ..routing import DENSE, RULES
+from ..routing import DENSE
 from ..train.device import keep_freed_memory
 from ..train.log import clock, say
-from .compare import chosen_methods, configure, console_for_tables, decided, leaves_open
+from .compare import chosen_methods, configure, console_for_tables, decided, leaves_open, table
 from .options import SHORT, Option, flag_of
-from .run_options import (
-    Given,
-    options_of_any_rule,
-    parse_run,
-    read_config_file,
-    resolve_run,
-    start_of,
-)
+from .run_options import Given, options_of_any_rule, parse_run, read_config_file, resolve_run, start_of
 
 FACTOR = 8
 """The default space: the current learning rates divided and multiplied by this."""
@@ -99,7 +90,7 @@ def run(arguments: Sequence[str]) -> None:
     keep_freed_memory()
     console = console_for_tables()
     searched = " ".join(f"{name}={entry.text}" for name, entry in space.items())
-    with opened(out, SWEEP) as folder:
+    with opened(out, "sweep", SWEEP) as folder:
         sweep = Sweep(folder, methods, start_of(given), searched, trials, seeds, minutes)
         sweep.begin(console)
         introduce(console, sweep)
@@ -108,7 +99,7 @@ def run(arguments: Sequence[str]) -> None:
         except KeyboardInterrupt:
             say(console, f"to continue the sweep: {et()} {shlex.join(['sweep', *arguments])}")
             raise
-        console.print(table(sweep.result()))
+        console.print(table(HEAD, best_rows(sweep.result()["studies"])))
         say(console, conclude(sweep, given))
 
 
@@ -233,34 +224,25 @@ def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable
         for path, entry in own.items()
     }
     present = {path: draws[0] for path, draws in drawn.items() if draws}
-    return Tunable(config, own, present, configured, partial(recommended, given, name, config.train.steps))
+    return Tunable(config, own, present, configured, partial(recommended, given, name))
 
 
-def recommended(given: Given, name: str, steps: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return these values, the given options, and all other differences from the preset's run, for `et train --config`.
+def recommended(given: Given, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these values, the given options and the method's own, for `et train --config`.
 
-    steps: of a trial. The length of the run and options that a rule scales to it are left out, so that they fit the run
-    that uses the file.
+    The length of the run, and what follows from the preset and from that length, are left out.
     """
-    method = all_methods()[name]
-    start = {option: given[option] for option in ("preset",) if option in given} | {"rule.name": method.rule}
-    length = ("train.steps", "tokens", "train.eval_every")
-    kept = {**{path: value for path, value in given.items() if path not in length}, **values}
-    # Both runs have the preset's length, or the trial's if that is longer, so that the trial's warmups fit.
-    longest = {"train.steps": max(steps, resolve_run(start).train.steps)}
-    plain = by_path(resolve_run(start | longest).to_dict())
-    tuned = by_path(configure(kept | longest, [name])[name].to_dict())
+    tuned = by_path(configure({**given, **values}, [name])[name].to_dict())
+    file = read_config_file(given["config"]) if "config" in given else ()
+    own = (f"rule.{option}" for option in all_methods()[name].options)
     # Chosen options stay even if they equal the preset's value, which may differ for a run of another length.
-    chosen = {*kept, *(read_config_file(given["config"]) if "config" in given else ()), "rule.name"}
-    chosen |= {f"rule.{option}" for option in method.options}
-    scaled = set() if method.rule == DENSE else RULES[method.rule].scaled(longest["train.steps"], {}).keys()
-    left_out = {path for path in tuned if path.startswith("train.")} - {"train.batch_size", "train.accumulation"}
-    left_out |= {f"rule.{option}" for option in scaled} - chosen
+    chosen = {*given, *file, *values, *own, "rule.name"}
+    kept = ("train.batch_size", "train.accumulation")
     return nested(
         {
             path: value
             for path, value in tuned.items()
-            if path not in left_out and (path in chosen or value != plain[path])
+            if path in chosen and (path in kept or not path.startswith("train."))
         }
     )
 
@@ -282,20 +264,6 @@ def introduce(console: Console, sweep: Sweep) -> None:
         if sweep.minutes is not None:
             text += f"; no trial starts that would exceed {sweep.minutes:g} minutes"
     say(console, text)
-
-
-def table(result: Mapping[str, Any]) -> Table:
-    """Return a table of the best options of each method."""
-    shown = Table("method", "trials", "loss", "current", "option", "best", box=box.SIMPLE_HEAD)
-    for column in shown.columns[1:4]:
-        column.justify = "right"
-    for name, study in result["studies"].items():
-        best = study["best"]
-        opening = [name, str(len(study["trials"])), fixed(best and best["loss"], 4), fixed(study["present"], 4)]
-        for place, (option, entry) in enumerate(study["options"].items()):
-            value = "–" if entry["best"] is None else show_value(entry["best"])
-            shown.add_row(*(opening if place == 0 else [""] * 4), option, value)
-    return shown
 
 
 def conclude(sweep: Sweep, given: Given) -> str:

@@ -26,13 +26,6 @@ OF_MACHINE = {"seed", "device", "threads", "train_shards"}
 """The seed, and options that config.json contains in resolved form; runs of one method may differ in these."""
 
 
-class Kind(NamedTuple):
-    """A kind of experiment: its name in errors, and the name of its record in the folder."""
-
-    name: str
-    file: str
-
-
 class KnownText(NamedTuple):
     """The text of earlier runs: the hashes of corpus and tokenizer, and its number of shards, as more may follow."""
 
@@ -42,15 +35,15 @@ class KnownText(NamedTuple):
 
 
 @contextmanager
-def opened(out: str, kind: Kind) -> Iterator[Path]:
+def opened(out: str, what: str, file: str) -> Iterator[Path]:
     """Create or find the folder of an experiment, and lock it for this process; a new folder left empty is removed.
 
-    Raises ValueError if the folder exists but is not an experiment of this kind.
+    what: the kind of experiment. file: its record in the folder. Raises ValueError if the folder exists without it.
     """
     folder = Path(out)
-    started = (folder / kind.file).is_file()
+    started = (folder / file).is_file()
     if folder.exists() and not started and not (folder.is_dir() and is_vacant(folder)):
-        raise ValueError(f"--out {folder}: already exists and is not a {kind.name}; name another --out")
+        raise ValueError(f"--out {folder}: already exists and is not a {what}; name another --out")
     missing = missing_folders(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from ..analysis.methods import seed_of
-from ..analysis.results import HEADERS, NOTES, Result, cells, markdown, read_result, summarise, to_csv
+from ..analysis.records import Result, Run, damaged, read_run
+from ..analysis.results import HEADERS, NOTES, cells, markdown, summarise, to_csv
 from ..config import SECTIONS
 from ..files import replace_file, replace_json
 from ..recipes import methods
@@ -19,24 +19,13 @@ from .experiment import KnownText
 from .judgement import Judged, judge, judged_cells, load_cells, notes
 
 
-class ComparedRun(NamedTuple):
-    """A run in FOLDER/METHOD/seed_N. result: None if it has neither finished nor diverged."""
-
-    folder: Path
-    method: str
-    seed: int
-    run: RunFolder
-    config: Mapping[str, Any]  # the contents of config.json
-    result: Result | None
-
-    @property
-    def text(self) -> KnownText:
-        """The text that the run was trained on."""
-        shards = self.run.section("data").get("train_shards")
-        return KnownText(self.run.section("corpus")["hash"], self.run.tokenizer().hash, shards)
+def text_of(run: Run) -> KnownText:
+    """Return the text that the run was trained on."""
+    folder = run.folder
+    return KnownText(run.config["corpus"]["hash"], folder.tokenizer().hash, run.config["data"].get("train_shards"))
 
 
-def read_runs(folder: Path) -> list[ComparedRun]:
+def read_runs(folder: Path) -> list[Run]:
     """Return the runs in folder/METHOD/seed_N, sorted by method in the usual order and by seed.
 
     Raises ValueError if a run is damaged.
@@ -45,13 +34,17 @@ def read_runs(folder: Path) -> list[ComparedRun]:
     found = []
     for path in sorted(folder.glob("*/seed_*/config.json")):
         if (seed := seed_of(path.parent)) is not None:
-            run, method = RunFolder.open(path.parent), path.parent.parent.name
+            opened = RunFolder.open(path.parent)
             for section in (*SECTIONS, "corpus", "machine", "versions"):
-                run.section(section)  # raises ValueError if a section is missing
-            if (own := run.config["train"].get("seed")) != seed:  # a copy would count as another seed
-                raise ValueError(f"{run.path}: holds a run with seed {own}; remove it, or rename it to seed_{own}")
-            found.append(ComparedRun(folder, method, seed, run, run.config, read_result(run, method, seed)))
-    return sorted(found, key=lambda run: (usual.index(run.method) if run.method in usual else len(usual), *run[1:3]))
+                opened.section(section)  # raises ValueError if a section is missing
+            if (own := opened.config["train"].get("seed")) != seed:  # a copy would count as another seed
+                raise ValueError(f"{opened.path}: holds a run with seed {own}; remove it, or rename it to seed_{own}")
+            with damaged(opened):
+                found.append(read_run(opened, path.parent.parent.name))
+            _ = found[-1].result  # raises ValueError if a record is damaged
+    return sorted(
+        found, key=lambda run: (usual.index(run.method) if run.method in usual else len(usual), run.method, run.seed)
+    )
 
 
 @dataclass(frozen=True)
@@ -59,13 +52,13 @@ class Findings:
     """The results of finished runs and their comparison with a baseline. margin: of equivalence, in nats per token."""
 
     headline: str
-    runs: Sequence[ComparedRun]
+    runs: Sequence[Run]
     baseline: str
     margin: float
 
     @cached_property
     def results(self) -> list[Result]:
-        return [run.result._replace(method=run.method) for run in self.runs if run.result is not None]
+        return [run.result for run in self.runs if run.result is not None]
 
     @cached_property
     def judged(self) -> list[Judged]:
@@ -86,10 +79,10 @@ class Findings:
         rows = summarise(self.results)
         content = {
             "headline": self.headline,
-            "table": [row._asdict() for row in rows],
+            "table": rows,
             "baseline": self.baseline,
             "margin": self.margin,
-            "judgement": [row.record() for row in self.judged],
+            "judgement": [asdict(row) for row in self.judged],
             "runs": [result._asdict() for result in self.results],
         }
         tables = [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
-from typing import Any, NamedTuple
 
-from ..analysis.results import Result, by_method, over_runs, over_seeds
+from ..analysis.records import Result
+from ..analysis.results import by_method, over_runs, over_seeds
 from ..analysis.sentences import counted, fixed, signed
 from ..recipes import REFERENCE
 from .paired import FEW, Corrected, Difference, corrected, paired
@@ -24,7 +25,8 @@ LOADS = (
 )  # fmt: skip
 
 
-class Judged(NamedTuple):
+@dataclass(frozen=True)
+class Judged:
     """A method against the baseline, over the seeds that both have. Differences are None for the baseline itself.
 
     difference: of the last validation losses, in nats per token. at_flops, at_seconds: of the losses at the FLOPs and
@@ -44,13 +46,6 @@ class Judged(NamedTuple):
     seconds_to_loss: float | None
     corrected: Corrected | None = None
 
-    def record(self) -> dict[str, Any]:
-        """Return the row as a JSON object."""
-        return {
-            name: value._asdict() if isinstance(value, Difference | Corrected) else value
-            for name, value in self._asdict().items()
-        }
-
 
 def chosen_baseline(baseline: str | None, methods: Sequence[str]) -> str:
     """Return the baseline's name. By default it is token choice, else the first method. Raises ValueError if absent."""
@@ -69,11 +64,14 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
         pairs = [(run, runs[baseline][seed]) for seed, run in own.items() if seed in runs.get(baseline, {})]
         if not pairs:
             continue
-        last = _minus([(mine.loss, other.loss) for mine, other in pairs])
-        by_flops = _minus([_at_equal(mine, mine.flops, other, other.flops) for mine, other in pairs])
-        by_seconds = _minus([_at_equal(mine, mine.clock, other, other.clock) for mine, other in pairs])
-        if method == baseline:
-            last = by_flops = by_seconds = None
+        last, by_flops, by_seconds = (
+            None if method == baseline else _minus(losses)
+            for losses in (
+                [(mine.loss, other.loss) for mine, other in pairs],
+                [_at_equal(mine, mine.flops, other, other.flops) for mine, other in pairs],
+                [_at_equal(mine, mine.clock, other, other.clock) for mine, other in pairs],
+            )
+        )
         if last is not None and len(last) > 1:
             family[method] = last
         rows.append(
@@ -89,7 +87,7 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
             )
         )
     verdicts = dict(zip(family, corrected(list(family.values()), margin), strict=True))
-    return [row._replace(corrected=verdicts.get(row.method)) for row in rows]
+    return [replace(row, corrected=verdicts.get(row.method)) for row in rows]
 
 
 def _minus(losses: Sequence[tuple[float | None, float | None]]) -> list[float] | None:
@@ -175,8 +173,9 @@ def notes(rows: Sequence[Judged], baseline: str, margin: float) -> str:
     if family:
         comparisons = counted(len(family), "comparison")
         correction = f"Corrected: the verdict with Holm's correction for {comparisons} with {baseline}"
-        if len({each[1:] for each in family}) == 1 and len(family) > 1:
-            _, error, freedom = family[0]
+        errors = {(each.error, each.freedom) for each in family}
+        if len(errors) == 1 and len(family) > 1:
+            ((error, freedom),) = errors
             correction += (
                 f", whose standard errors, with fewer than {FEW} seeds, are pooled over methods: {error:.4f} with "
                 f"{counted(freedom, 'degree')} of freedom"

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, mean, median
 
-from ..analysis.figures.axes import Strokes, draw_key, rows_of
 from ..analysis.figures.learning import draw_losses
+from ..analysis.figures.plot import Strokes, draw_key, rows_of
 from ..analysis.figures.style import GRID, INK, METHODS, MUTED, WIDE, Figure
 from ..analysis.methods import options
 from ..analysis.page import exhibit, exhibits, links, options_that_differ, page, save_figure, section, table, text
 from ..analysis.plain import Data
-from ..analysis.records import read_run
-from ..analysis.results import Result, by_method, curves
+from ..analysis.records import Result
+from ..analysis.results import by_method, over_seeds
 from ..files import replace_file
 from .findings import Findings
 from .judgement import Judged
@@ -28,61 +28,53 @@ VERDICTS: dict[Verdict, str] = {"lower": METHODS[3], "equivalent": INK, "open": 
 """The colours of verdicts."""
 
 
-def draw(findings: Findings, folder: Path, labels: Mapping[str, str] | None = None) -> list[str]:
-    """Write the page and its main figures as files, and return the names of the figures.
+def write_page(findings: Findings, folder: Path) -> list[str]:
+    """Write compare.html, and its main figures as files, too; return their names.
 
-    labels: names of the methods in the figure of losses. Raises ValueError if matplotlib is missing.
+    Raises ValueError if matplotlib is missing.
     """
-    methods = by_tokens(findings.results)["methods"]
-    for entry in methods:
-        entry["method"] = (labels or {}).get(entry["method"], entry["method"])
-    judged = findings.judged
-    figures = {"loss_by_method": partial(draw_losses, {"methods": methods})}
-    if any(row.difference is not None for row in judged):
-        figures["differences"] = partial(draw_differences, judged, findings.baseline, findings.margin)
-    for name, figure in figures.items():
-        save_figure(figure, folder / name)
-    replace_file(folder / "compare.html", comparison_page(findings, folder).encode())
-    return list(figures)
-
-
-def comparison_page(findings: Findings, folder: Path) -> str:
-    """Return the page for this folder, with links to the runs' reports. Raises ValueError if matplotlib is missing."""
     results, judged, baseline, margin = findings.results, findings.judged, findings.baseline, findings.margin
     band = f"Last validation loss minus that of {baseline}, with 95 % intervals; the band is ±{margin:g}."
-    shown = []
+    shown, files = [], ["loss_by_method"]
+
+    def add(title: str, caption: str, draw: Callable[[], Figure], file: str | None = None) -> None:
+        shown.append(exhibit(title, lambda: (caption, draw() if file is None else save_figure(draw, folder / file))))
+
     if any(row.difference is not None for row in judged):
-        shown.append(exhibit("Differences", band, partial(draw_differences, judged, baseline, margin)))
-    shown.append(exhibit("Loss by tokens", "Means over seeds.", partial(draw_losses, by_tokens(results))))
+        files.append("differences")
+        add("Differences", band, partial(draw_differences, judged, baseline, margin), "differences")
+    add("Loss by tokens", "Means over seeds.", partial(draw_losses, curves(results)), "loss_by_method")
     if any(row.seconds is not None for row in judged):
-        by_time = partial(draw_losses, by_seconds(results), "seconds of training")
-        shown.append(exhibit("Loss by seconds", "Means over seeds.", by_time))
+        by_time = curves(results, by_seconds=True)
+        add("Loss by seconds", "Means over seeds.", partial(draw_losses, by_time, "seconds of training"))
     titles = ("Losses and loads", f"Against {baseline}", "Loads")
     body = [f"<header><h1>Comparison</h1>{text(findings.headline)}</header>"]
     for title, (head, lines, note) in zip(titles, findings.tables(str), strict=True):
         body.append(section(title, table(head, lines, title), text(note, muted=True) if note else ""))
-    reports = {f"{run.method}, seed {run.seed}": run.run.report for run in findings.runs}
+    reports = {f"{run.method}, seed {run.seed}": run.folder.report for run in findings.runs}
     reports["Analysis"] = folder / "analysis" / "report.html"
-    differing = options_that_differ(
-        {method: options(read_run(runs[0].run)) for method, runs in by_method(findings.runs).items()}
-    )
-    return page("Comparison", [*body, exhibits("Figures", shown), differing, links(reports, folder)])
+    differing = options_that_differ({method: options(runs[0]) for method, runs in by_method(findings.runs).items()})
+    content = page("Comparison", [*body, exhibits("Figures", shown), differing, links(reports, folder)])
+    replace_file(folder / "compare.html", content.encode())
+    return files
 
 
-def by_tokens(results: Sequence[Result]) -> Data:
-    """Return the mean losses over tokens, as data for a figure."""
-    methods = [{"method": method, "kind": method, "points": points} for method, points in curves(results).items()]
+def curves(results: Sequence[Result], *, by_seconds: bool = False) -> Data:
+    """Return each method's mean losses over tokens, or over their mean seconds, where all its seeds were validated."""
+    methods = []
+    for method, runs in by_method(results).items():
+        losses = [dict(run.curve) for run in runs]
+        clocks = [dict(zip(loss, run.clock, strict=True)) for loss, run in zip(losses, runs, strict=True)]
+        points = [
+            (
+                fmean(clock[tokens] for clock in clocks) if by_seconds else tokens,
+                over_seeds(mean, [loss[tokens] for loss in losses]),
+            )
+            for tokens in losses[0]
+            if all(tokens in loss for loss in losses)
+        ]
+        methods.append({"method": method, "kind": method, "points": points})
     return {"methods": methods}
-
-
-def by_seconds(results: Sequence[Result]) -> Data:
-    """Return the same losses over the mean seconds at which they were measured."""
-    found, runs = by_tokens(results), by_method(results)
-    for entry in found["methods"]:
-        own = runs[entry["method"]]
-        clocks = [dict(zip((tokens for tokens, _ in run.curve), run.clock, strict=True)) for run in own]
-        entry["points"] = [(fmean(clock[tokens] for clock in clocks), loss) for tokens, loss in entry["points"]]
-    return found
 
 
 def draw_differences(judged: Sequence[Judged], baseline: str, margin: float) -> Figure:

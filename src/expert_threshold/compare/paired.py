@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from statistics import mean, stdev
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -15,7 +16,8 @@ FEW = 6
 """With fewer seeds than this, a family of differences shares one standard error, pooled over methods."""
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference:
     """The mean of paired differences with its 95 % interval by Student's t; both ends are None for a single pair.
 
     verdict: equivalent if two one-sided tests at 5 % put the mean within the margin, that is, if its 90 % interval lies
@@ -28,7 +30,8 @@ class Difference(NamedTuple):
     verdict: Verdict
 
 
-class Corrected(NamedTuple):
+@dataclass(frozen=True)
+class Corrected:
     """The verdict on one of several differences, with the standard error that it is based on.
 
     freedom: degrees of freedom of the error.

@@ -1,37 +1,34 @@
-"""Comparisons: methods trained with the same budget, data order and seeds. A comparison is a folder of runs."""
+"""Comparisons: methods trained with the same budget, data order and seeds. A comparison is a folder of runs.
+
+Several comparisons can be joined into one table, in which runs are named by what differs.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from ..analysis.sentences import listed, short
+from ..analysis.records import Run
+from ..analysis.results import names_with_sizes, sizes
+from ..analysis.sentences import counted, listed, short
 from ..config import RunConfig
 from ..full_run import train_run
-from ..plan import costs, window
+from ..plan import costs
 from ..routing import DENSE
 from ..runs import RunFolder
 from ..train import DivergedError, Text
 from ..train.device import machine, pick_device
 from ..train.log import say
-from .experiment import (
-    Kind,
-    options_by_path,
-    read_shared_text,
-    require_same,
-    run_title,
-    with_dtype,
-    with_shards,
-)
-from .findings import ComparedRun, Findings, read_runs
-from .judgement import MARGIN
+from .experiment import options_by_path, read_shared_text, require_same, run_title, with_dtype, with_shards
+from .findings import Findings, read_runs, text_of
+from .judgement import MARGIN, chosen_baseline
 
-COMPARISON = Kind("comparison", "compare.json")
+COMPARISON, JOINED = "compare.json", "joined.json"
 # Options of training in which compared runs must agree, and options of the model in which they may differ: those that
 # `results.sizes` names, and `dispatch`, which only selects how a layer is computed.
 SHARED = ("batch_size", "accumulation", "eval_tokens", "dtype")
@@ -49,7 +46,7 @@ def budget(train: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]
     return shared | {name: value for name, value in model.items() if name not in NOT_SHARED}
 
 
-def several_versions(runs: Sequence[ComparedRun]) -> str:
+def several_versions(runs: Sequence[Run]) -> str:
     """Return a clause that lists the versions of this package that made the runs, if there are several."""
     versions = list(dict.fromkeys(str(run.config["versions"]["expert_threshold"]) for run in runs))
     return f"; made by several versions of expert-threshold: {listed(versions)}" if len(versions) > 1 else ""
@@ -65,7 +62,7 @@ class Comparison(NamedTuple):
     baseline: str
     margin: float = MARGIN
 
-    def runs(self) -> list[ComparedRun]:
+    def runs(self) -> list[Run]:
         """Return all runs that were started, including runs of other methods and seeds."""
         return read_runs(self.folder)
 
@@ -88,7 +85,7 @@ class Comparison(NamedTuple):
         """
         text: Text | None = None
         earlier = self.runs()
-        dtype, known = _dtype(earlier), earlier[0].text if earlier else None
+        dtype, known = _dtype(earlier), text_of(earlier[0]) if earlier else None
         started = {(run.method, run.seed): run for run in earlier}
         done = {key for key, run in started.items() if run.result is not None}
         plan = [(method, seed) for seed in range(self.seeds) for method in self.configs]
@@ -124,14 +121,14 @@ class Comparison(NamedTuple):
 
     def write(self) -> None:
         """Write the tables of the runs finished so far."""
-        self.findings().write(self.folder, COMPARISON.file)
+        self.findings().write(self.folder, COMPARISON)
 
     def findings(self) -> Findings:
         """Return the results so far."""
         runs = [run for run in self.runs() if run.result is not None]
         return Findings(self.headline(runs), runs, self.baseline, self.margin)
 
-    def headline(self, runs: Sequence[ComparedRun] = ()) -> str:
+    def headline(self, runs: Sequence[Run] = ()) -> str:
         """Return a line on the text, the budget and the machines that made the runs (this machine without runs)."""
         config = next(iter(self.configs.values()))
         cost, corpus = costs(config), Path(config.data.source).name
@@ -143,19 +140,74 @@ class Comparison(NamedTuple):
             f"{short(cost['tokens'])} tokens; {made_on}{several_versions(runs)}"
         )
 
-    def labels(self) -> dict[str, str]:
-        """Return the names of the methods in figures: the labels of their rules."""
-        configs = {run.method: RunConfig.from_dict(run.config) for run in self.runs()}
-        return {
-            method: DENSE if config.model.rule is None else config.model.rule.label_of(window(config).pool)
-            for method, config in configs.items()
-        }
 
-
-def _dtype(runs: Sequence[ComparedRun]) -> str | None:
+def _dtype(runs: Sequence[Run]) -> str | None:
     return runs[0].config["train"]["dtype"] if runs else None
 
 
 def _describe(machine: Mapping[str, Any]) -> str:
     made_with = f", torch {machine['torch']}" if "torch" in machine else ""
     return f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}{made_with}"
+
+
+def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
+    """Return the finished runs of several comparisons as one. baseline: None selects the usual baseline.
+
+    Names of methods include the `sizes` in which they differ. A run in two folders is taken from the first. Raises
+    ValueError if a folder has no finished run or is named twice, if budgets or texts differ, if runs of the same name
+    differ in their recipes, or if runs of the same name and seed differ in their losses.
+    """
+    if len({Path(folder).resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"--join: {listed(folders)} are not different folders; name each once")
+    runs: list[Run] = []
+    headlines = []
+    for folder in folders:
+        found = [run for run in read_runs(Path(folder)) if run.result is not None]
+        if not found:
+            raise ValueError(f"--join {folder}: has no finished run in METHOD/seed_N; name the folder of a comparison")
+        headlines.append(f"{folder} ({counted(len(found), 'run')})")
+        runs += found
+    for run in runs:
+        _require_same(run, runs[0], run.method, _budget)
+    names, usual = names_with_sizes([(run.method, sizes(run.config)) for run in runs])
+    of_name: dict[str, Run] = {}
+    kept: dict[tuple[str, int], Run] = {}
+    for run, name in zip(runs, names, strict=True):
+        _require_same(run, of_name.setdefault(name, run), name, _recipe)
+        _require_same(run, kept.setdefault((name, run.seed), run), f"{name} seed {run.seed}", _loss)
+    return Findings(
+        f"joined from {listed(headlines)}{several_versions(runs)}{usual and f'; {usual}'}",
+        [replace(run, method=name) for (name, _), run in kept.items()],
+        chosen_baseline(baseline, list(of_name)),
+        margin,
+    )
+
+
+def _budget(run: Run) -> dict[str, Any]:
+    text = text_of(run)
+    corpus = {"text": text.corpus, "tokenizer": text.tokenizer}
+    data = {name: value for name, value in run.config["data"].items() if name != "source"}
+    return corpus | data | budget(run.config["train"], run.config["model"])
+
+
+def _recipe(run: Run) -> dict[str, Any]:
+    """Return the options of the optimizer, the model and the rule that have an effect."""
+    left_out = {"model.dispatch", *(OF_EXPERTS if run.config["rule"]["name"] == DENSE else ())}
+    every = options_by_path(run.config).items()
+    return {path: value for path, value in every if not path.startswith(("train.", "data.")) and path not in left_out}
+
+
+def _loss(run: Run) -> dict[str, Any]:
+    assert run.result is not None
+    return {"loss": run.result.loss}
+
+
+def _require_same(run: Run, first: Run, name: str, facts: Callable[[Run], dict[str, Any]]) -> None:
+    mine, others = facts(run), facts(first)
+    for option, value in mine.items():
+        if value != others.get(option):
+            folder, other = (each.folder.path.parents[1] for each in (run, first))
+            raise ValueError(
+                f"--join {folder}: {name} has {option}={value!r} there and {others.get(option)!r} in {other}; leave "
+                "one of the folders out"
+            )

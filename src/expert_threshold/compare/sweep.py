@@ -31,7 +31,6 @@ from ..train.log import clock, say
 from ..train.pace import tokens_within
 from .experiment import (
     OTHER_FOLDER,
-    Kind,
     KnownText,
     options_by_path,
     read_shared_text,
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import Trial as Asked
 
-SWEEP = Kind("sweep", "sweep.json")
+SWEEP = "sweep.json"
 STUDIES = "studies.jsonl"
 """The name of optuna's journal in the folder, which has a line of JSON for each event."""
 SEED = 1000
@@ -181,7 +180,7 @@ class Sweep:
 
         Raises ValueError naming an option that differs from what the sweep was started with.
         """
-        path = self.folder / SWEEP.file
+        path = self.folder / SWEEP
         if path.exists():
             self._continue(path)
         else:
@@ -386,7 +385,7 @@ class Sweep:
 
     def write(self) -> None:
         """Write sweep.json, and best.json for each method with a finished trial."""
-        replace_json(self.folder / SWEEP.file, self.result())
+        replace_json(self.folder / SWEEP, self.result())
         for name, method in self.methods.items():
             best = best_of(self.results(name))
             if best is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -11,10 +9,10 @@ import numpy as np
 
 from ...model.trace import Trace
 from ..material import Material
-from ..methods import Subject
 from ..plain import Data, NotShownError, array
+from ..records import Run
 from ..sentences import each
-from .axes import method_panels, whole_ticks
+from .plot import method_panels, whole_ticks
 from .study import Study, of_each_method
 from .style import INK, ONE_LAYER, WIDE, Axes, Figure
 
@@ -29,22 +27,17 @@ MEAN: dict[str, Any] = {"color": INK, "linewidth": 1.8, "marker": "o", "markersi
 FANOUT = "routed experts per token"
 
 
-def where_fanout_varies(compute: Callable[[Trace], Data]) -> Callable[[Material], Data]:
-    """Turn a function of a trace into the `compute` of a figure, for methods whose fanout varies between tokens."""
-
-    @of_each_method
-    @wraps(compute)
-    def of_subject(material: Material, subject: Subject) -> Data:
-        if subject.rule.biased_top_k(subject.rule.init()) is not None:
-            raise NotShownError("every token has the same number of routed experts")
-        return compute(material.trace(subject))
-
-    return of_subject
+def traced(material: Material, run: Run) -> Trace:
+    """Return the run's trace. Raises NotShownError if every token has the same fanout."""
+    if run.rule.biased_top_k(run.rule.init()) is not None:
+        raise NotShownError("every token has the same number of routed experts")
+    return material.trace(run)
 
 
-@where_fanout_varies
-def fanout_by_position(trace: Trace) -> Data:
+@of_each_method
+def fanout_by_position(material: Material, run: Run) -> Data:
     """Compute mean fanout by position in the window, for each layer and over all layers."""
+    trace = traced(material, run)
     edges = _position_edges(trace.context)
     place = np.searchsorted(edges, trace.positions, side="right") - 1
     layers = {layer: _means(place, trace.fanout(layer), len(edges) - 1) for layer in trace.layers}
@@ -73,9 +66,10 @@ def say_fanout_by_position(data: Data) -> str:
     return f"The first token of a window and the tokens of its second half have mean fanouts over layers of {means}."
 
 
-@where_fanout_varies
-def fanout_by_loss(trace: Trace) -> Data:
+@of_each_method
+def fanout_by_loss(material: Material, run: Run) -> Data:
     """Compute mean fanout by the loss on the next token, in bins of equal size, for each layer and over all layers."""
+    trace = traced(material, run)
     known = np.isfinite(trace.losses)
     losses = trace.losses[known]
     parts = np.array_split(np.argsort(losses, kind="stable"), min(BINS, len(losses)))
@@ -101,9 +95,10 @@ def say_fanout_by_loss(data: Data) -> str:
     return f"The 5 % of tokens with the lowest loss and the 5 % with the highest have mean fanouts of {means}."
 
 
-@where_fanout_varies
-def loss_by_fanout(trace: Trace) -> Data:
+@of_each_method
+def loss_by_fanout(material: Material, run: Run) -> Data:
     """Compute mean loss by fanout, for each layer and over all layers; NaN for a share of tokens below `FEWEST`."""
+    trace = traced(material, run)
     known = np.isfinite(trace.losses)
     losses = trace.losses[known]
     fanouts = {layer: trace.fanout(layer)[known] for layer in trace.layers}

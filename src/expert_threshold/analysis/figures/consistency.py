@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import combinations_with_replacement
 from typing import Any
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..material import Material
 from ..measures import dice, jaccard, joint_jsd, total_variation, weighted_dice, weighted_jaccard
-from ..methods import Subject
 from ..plain import Data, NotShownError, array
+from ..records import Run
 from ..sentences import each
-from .axes import colour_scale, heat, method_panels
+from .plot import colour_scale, heat, method_panels
 from .study import Study, of_each_method
 from .style import INK, SMALL, WIDE, Figure
 
@@ -29,15 +29,16 @@ MOST = 6
 
 
 @of_each_method
-def routing_consistency(material: Material, subject: Subject) -> Data:
+def routing_consistency(material: Material, run: Run) -> Data:
     """Compute all measures between all pairs of a method's checkpoints on a fixed stream, as (steps, steps) arrays."""
-    steps = _chosen(subject.folder.checkpoints())
+    saved = run.folder.checkpoints()
+    steps = [saved[place] for place in np.linspace(0, len(saved) - 1, min(len(saved), MOST)).round().astype(int)]
     if len(steps) < 2:
         raise NotShownError("it compares checkpoints of a run, which has only one; train with --checkpoint-every")
 
     @cache
     def assignment(step: int) -> Tensor:
-        trace = material.trace(subject, "start", step)
+        trace = material.trace(run, "start", step)
         return torch.stack([trace.assignment(layer) for layer in trace.layers])
 
     found: dict[str, Any] = {name: np.zeros((len(steps), len(steps))) for name in MEASURES}
@@ -80,12 +81,6 @@ def say_matrices(measure: str, name: str, unit: str, same: int, data: Data) -> s
         f"The {name} of successive checkpoints, on average, and of the first and the last is {each(data, clause)}; "
         f"{same} means identical routing."
     )
-
-
-def _chosen(steps: Sequence[int]) -> list[int]:
-    """Choose up to `MOST` evenly spaced steps, including the first and the last."""
-    places = np.linspace(0, len(steps) - 1, min(len(steps), MOST)).round().astype(int)
-    return [steps[place] for place in places]
 
 
 FIGURES = [

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..material import Material
-from ..methods import Subject, pool_tokens
 from ..plain import Data, NotShownError, array
-from ..records import Record, expert_series, layer_series
+from ..records import Record, Run, expert_series, layer_series
 from ..sentences import each, listed, of_deviation, percent
-from .axes import expert_key, expert_lines, mark_warmup, marker, method_strokes, panels, step_axis, thin
+from .plot import expert_key, expert_lines, mark_warmup, marker, method_strokes, panels, step_axis, thin
 from .study import Study, over_methods
 from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, Figure, strokes
 
@@ -31,50 +30,50 @@ def cutoff_stability(material: Material) -> Data:
     return over_methods([*choice, *thresholds[:1]], _stability)
 
 
-def _stability(subject: Subject) -> Data:
-    run, layer = subject.run, subject.layers[len(subject.layers) // 2]
-    steps, means = _experts(subject, "cutoff", layer)
-    deviation = _experts(subject, "batch_cutoff", layer)[1] - means
-    bound, (logged, distances) = _at_bounds(subject), expert_series(run.train, "cutoff_distance")[layer]
+def _stability(run: Run) -> Data:
+    layer = run.layers[len(run.layers) // 2]
+    steps, means = _experts(run, "cutoff", layer)
+    deviation = _experts(run, "batch_cutoff", layer)[1] - means
+    bound, (logged, distances) = _at_bounds(run), expert_series(run.train, "cutoff_distance")[layer]
     return {
         "layer": layer,
         "warmup": run.warmup_steps,
         "steps": steps,
         "deviation": deviation.T,
         "distance": np.nanmean(distances[logged > 0.75 * logged[-1]]),
-        "load": _experts(subject, "usage", layer)[1].T / run.target,
+        "load": _experts(run, "usage", layer)[1].T / run.target,
         "bound": None if bound is None else thin(bound, bound)[0],
         "bound_share": None if bound is None or np.isnan(bound).all() else np.nanmean(bound),
-        "score_std": np.nanmean(_experts(subject, "score_std", layer)[1][-10:]),
+        "score_std": np.nanmean(_experts(run, "score_std", layer)[1][-10:]),
         "interval": run.config["train"]["log_every"],
     }
 
 
-def _by_cutoff(material: Material) -> tuple[list[Subject], list[Subject]]:
+def _by_cutoff(material: Material) -> tuple[list[Run], list[Run]]:
     """Return the methods with cutoffs: the one with the largest pool that looks ahead in training, if any, as a list,
     and all methods that train by the cutoffs.
     """
-    found = [subject for subject in material.routed if subject.run.has_cutoffs]
+    found = [run for run in material.routed if run.has_cutoffs]
     if not found:
         raise NotShownError("no run has cutoffs")
-    choices = sorted((s for s in found if s.rule.looks_ahead), key=lambda s: pool_tokens(s.run) or 0)
+    choices = sorted((s for s in found if s.rule.looks_ahead), key=lambda s: s.pool or 0)
     return choices[-1:], [s for s in found if not s.rule.looks_ahead]
 
 
-def _at_bounds(subject: Subject) -> np.ndarray | None:
+def _at_bounds(run: Run) -> np.ndarray | None:
     """Return the share of experts of all layers at a capacity bound, for each line of the log; NaN during warmup."""
-    if not subject.has_bounds:
+    if not run.has_bounds:
         return None
-    train, interval = subject.run.train, subject.run.config["train"]["log_every"]
+    train, interval = run.train, run.config["train"]["log_every"]
     dropped, filled = (expert_series(train, key) for key in ("saturation", "starvation"))
-    if not dropped.keys() == filled.keys() == set(subject.layers):
+    if not dropped.keys() == filled.keys() == set(run.layers):
         return None  # not recorded
     steps = next(iter(dropped.values()))[0]
     at_bound = [np.maximum(dropped[layer][1], filled[layer][1]) for layer in dropped]
     moved = np.concatenate(at_bound, axis=1)
     share = np.where(np.isfinite(moved).any(1), np.nansum(moved > 0, axis=1) / moved.shape[1], np.nan)
     # A line covers the `interval` steps up to and including its own.
-    return np.where(steps - interval >= subject.run.warmup_steps, share, np.nan)
+    return np.where(steps - interval >= run.warmup_steps, share, np.nan)
 
 
 def draw_cutoff_stability(data: Data) -> Figure:
@@ -145,32 +144,32 @@ def warmup(material: Material) -> Data:
     Starvation counts tokens that the lower bound fills in, which it does not do during warmup.
     """
     choice, thresholds = _by_cutoff(material)
-    if len({subject.run.warmup_steps > 0 for subject in thresholds}) < 2:
+    if len({run.warmup_steps > 0 for run in thresholds}) < 2:
         raise NotShownError(
             "it needs a rule that trains by running means of cutoffs, both with a warmup and with --rule.warmup-steps 0"
         )
     shown = thresholds + choice
-    ends = max(subject.run.warmup_steps for subject in thresholds)
+    ends = max(run.warmup_steps for run in thresholds)
     layers = shown[0].layers
     late, early = layers[3 * len(layers) // 4], layers[len(layers) // 2]
     early = layers[0] if early == late else early
 
-    def compute(subject: Subject) -> Data:
-        train = [record for record in subject.run.train if record["step"] <= 2 * ends]
-        entry: dict[str, Any] = {"cold": subject in thresholds and subject.run.warmup_steps == 0}
+    def compute(run: Run) -> Data:
+        train = [record for record in run.train if record["step"] <= 2 * ends]
+        entry: dict[str, Any] = {"cold": run in thresholds and run.warmup_steps == 0}
         for name in ("cutoff", "batch_cutoff", "cutoff_distance", "other_cutoff"):
             layer = early if name == "other_cutoff" else late
-            steps, values = _experts(subject, name.removeprefix("other_"), layer, train)
+            steps, values = _experts(run, name.removeprefix("other_"), layer, train)
             entry[name] = np.stack([steps, values[:, 0]], axis=1)
-        bounded = not subject.rule.looks_ahead
+        bounded = not run.rule.looks_ahead
         for name in ("raw_usage", "starvation", "score_std", "gate_std"):
             entry[name] = _mean_of_layers(train, name) if bounded or name.endswith("std") else []
-        own = subject.run.warmup_steps
+        own = run.warmup_steps
         entry["starvation"] = [[step, share if step > own else math.nan] for step, share in entry["starvation"]]
         return entry
 
-    methods = [{**subject.tag, **compute(subject)} for subject in shown]  # all of them or none, since it compares them
-    return {"warmup": ends, "layer": late, "other_layer": early, "target": shown[0].run.target, "methods": methods}
+    methods = [{**run.tag, **compute(run)} for run in shown]  # all of them or none, since it compares them
+    return {"warmup": ends, "layer": late, "other_layer": early, "target": shown[0].target, "methods": methods}
 
 
 def draw_warmup(data: Data) -> Figure:
@@ -224,25 +223,19 @@ def say_warmup(data: Data) -> str:
 
 
 def capacity(material: Material) -> Data:
-    """Collect usage before the bounds, saturation and starvation after the longest warmup (paper, Appendix).
-
-    `bounds`: the minimum and maximum share of a pool's tokens that an expert gets.
-    """
-    shown = [subject for subject in material.routed if subject.has_bounds and subject.run.has_cutoffs]
+    """Collect usage before the bounds, saturation and starvation after the longest warmup (paper, Appendix)."""
+    shown = [run for run in material.routed if run.has_bounds and run.has_cutoffs]
     if not shown:
         raise NotShownError("no run has capacity bounds")
-    begin = max(subject.run.warmup_steps for subject in shown)
+    begin = max(run.warmup_steps for run in shown)
 
-    def compute(subject: Subject) -> Data:
-        interval = subject.run.config["train"]["log_every"]
-        train = [record for record in subject.run.train if record["step"] - interval >= begin]
+    def compute(run: Run) -> Data:
+        interval = run.config["train"]["log_every"]
+        train = [record for record in run.train if record["step"] - interval >= begin]
         if len(train) < 2:
             raise NotShownError("it has not been trained beyond the longest warmup yet")
-        pool = pool_tokens(subject.run) or subject.pool
-        bounds = subject.rule.load_bounds(pool)
-        assert bounds is not None
         values = {name: layer_series(train, name) for name in ("raw_usage", "saturation", "starvation")}
-        return {"bounds": [load / pool for load in bounds], "target": subject.run.target, **values}
+        return {"target": run.target, **values}
 
     return over_methods(shown, compute)
 
@@ -290,14 +283,12 @@ def cutoffs_and_biases(material: Material) -> Data:
     "Conceptual connections").
     """
     methods = []
-    for subject in material.routed:
-        name = "cutoff" if subject.run.has_cutoffs else "bias"
-        found = expert_series(subject.run.train, name)
-        if subject.layers[0] in found:
-            steps, values = thin(*found[subject.layers[0]])
-            methods.append(
-                {**subject.tag, "of": name, "steps": steps, "values": (-values if name == "bias" else values).T}
-            )
+    for run in material.routed:
+        name = "cutoff" if run.has_cutoffs else "bias"
+        found = expert_series(run.train, name)
+        if run.layers[0] in found:
+            steps, values = thin(*found[run.layers[0]])
+            methods.append({**run.tag, "of": name, "steps": steps, "values": (-values if name == "bias" else values).T})
     if {entry["of"] for entry in methods} != {"bias", "cutoff"}:
         names = [str(entry["method"]) for entry in methods]
         kind = {"bias": "biases", "cutoff": "cutoffs"}[str(methods[0]["of"])] if methods else ""
@@ -331,13 +322,11 @@ def say_cutoffs_and_biases(data: Data) -> str:
     )
 
 
-def _experts(
-    subject: Subject, key: str, layer: int, train: Sequence[Record] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def _experts(run: Run, key: str, layer: int, train: Sequence[Record] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps (points,) and values (points, experts) of a layer. Raises NotShownError if not recorded."""
-    found = expert_series(subject.run.train if train is None else train, key)
+    found = expert_series(run.train if train is None else train, key)
     if layer not in found:
-        raise NotShownError(f"{key} of {subject.method} was not recorded")
+        raise NotShownError(f"{key} of {run.method} was not recorded")
     return thin(*found[layer])
 
 

@@ -15,12 +15,12 @@ import numpy as np
 from ...evaluation import read_results
 from ...recipes import REFERENCE
 from ..material import Material
-from ..methods import Subject, options, pool_tokens
+from ..methods import options
 from ..plain import Data, NotShownError, array
-from ..records import finite, late_loss, series
+from ..records import Run, finite, late_loss, series
 from ..results import over_seeds
 from ..sentences import counted, each, listed, pool_size, short, signed
-from .axes import draw_key, marker, method_panels, method_strokes, name_lines, panels, single, smooth, step_axis
+from .plot import draw_key, marker, method_panels, method_strokes, name_lines, panels, single, smooth, step_axis
 from .study import Study, over_methods
 from .style import INK, KINDS, METHODS, MUTED, NARROW, WIDE, Axes, Figure, strokes
 
@@ -29,7 +29,7 @@ TOKENS = "tokens trained on"
 
 def loss_by_method(material: Material) -> Data:
     """Collect validation losses in nats per token over tokens, as mean and standard deviation over seeds."""
-    return over_methods(material.first_runs, lambda subject: _curve(material.methods[subject.method]))
+    return over_methods(material.first_runs, lambda run: _curve(material.methods[run.method]))
 
 
 def draw_losses(data: Data, x: str = TOKENS) -> Figure:
@@ -71,14 +71,14 @@ def say_loss_by_method(data: Data) -> str:
     return f"After {short(last)} tokens {name} has a validation loss of {best:.3f} nats per token{followed}; {seeds}."
 
 
-def _curve(runs: Sequence[Subject]) -> dict[str, Any]:
+def _curve(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the validation losses of a method's runs at their common steps. Raises NotShownError without any."""
-    losses = [dict(finite(series(subject.run.validation, "loss"))) for subject in runs]
+    losses = [dict(finite(series(run.validation, "loss"))) for run in runs]
     steps = sorted(set.intersection(*map(set, losses)))
     if not steps:
         raise NotShownError("its runs have no validation step in common")
     at = [[found[step] for found in losses] for step in steps]
-    tokens = runs[0].run.tokens_per_step
+    tokens = runs[0].tokens_per_step
     return {
         "seeds": len(runs),
         "points": [[step * tokens, fmean(values)] for step, values in zip(steps, at, strict=True)],
@@ -92,14 +92,14 @@ def token_multiple(material: Material) -> Data:
     The reference is `recipes.REFERENCE` if present, else the first method. There is a point for each validation of the
     reference. Losses are the lowest so far, interpolated linearly between validations.
     """
-    found = [subject for subject in material.first_runs if len(finite(series(subject.run.validation, "loss"))) > 1]
+    found = [run for run in material.first_runs if len(finite(series(run.validation, "loss"))) > 1]
     if len(found) < 2:
         raise NotShownError("it compares two or more methods, each validated at least twice")
-    reference = next((subject for subject in found if subject.kind == REFERENCE), found[0])
+    reference = next((run for run in found if run.kind == REFERENCE), found[0])
     goals = _lowest(_curve(material.methods[reference.method]))
 
-    def compute(subject: Subject) -> Data:
-        curve = _curve(material.methods[subject.method])
+    def compute(run: Run) -> Data:
+        curve = _curve(material.methods[run.method])
         points = [[tokens, tokens / needed] for tokens, loss in goals if (needed := _reached(curve, loss))]
         if not points:
             raise NotShownError(f"it never reached a validation loss of {reference.method}")
@@ -142,13 +142,13 @@ def batch_size_scaling(material: Material) -> Data:
     entries: list[dict[str, Any]] = []
     for first, *others in material.compared:
         losses = [
-            (late_loss(s.run.train), found[-1][1])
+            (late_loss(s.train), found[-1][1])
             for s in (first, *others)
-            if (found := finite(series(s.run.validation, "loss")))
+            if (found := finite(series(s.validation, "loss")))
         ]
-        if first.layers and first.run.has_cutoffs and losses:
+        if first.layers and first.has_cutoffs and losses:
             train, validation = zip(*losses, strict=True)
-            pool = pool_tokens(first.run) if first.rule.looks_ahead else None
+            pool = first.pool if first.rule.looks_ahead else None
             means = {"train": over_seeds(fmean, train), "validation": fmean(validation)}
             entries.append({**first.tag, "pool": pool, **means, "core": _evaluated(first).get("core", {})})
     for entry, core in zip(entries, comparable_cores([entry["core"] for entry in entries]), strict=True):
@@ -208,20 +208,20 @@ def train_against_validation(material: Material) -> Data:
     loss with causal routing minus loss with training pools, on the same text, if `et evaluate` has measured it.
     """
 
-    def compute(subject: Subject) -> Data:
-        tokens = subject.run.tokens_per_step
+    def compute(run: Run) -> Data:
+        tokens = run.tokens_per_step
         train, validation = (
             [(step * tokens, loss) for step, loss in finite(series(records, key))]
-            for records, key in ((subject.run.train, "cross_entropy"), (subject.run.validation, "loss"))
+            for records, key in ((run.train, "cross_entropy"), (run.validation, "loss"))
         )
         if not (train and validation):
             raise NotShownError("it has not been validated yet")
-        late = late_loss(subject.run.train)
+        late = late_loss(run.train)
         return {
             "train": smooth(train),
             "validation": validation,
             "gap": None if late is None else validation[-1][1] - late,
-            "pools_gap": _pools_gap(subject),
+            "pools_gap": _pools_gap(run),
         }
 
     return over_methods(material.first_runs, compute)
@@ -277,26 +277,6 @@ def say_train_against_validation(data: Data) -> str:
     return " ".join(said if gaps else [none, *said])
 
 
-def shared_expert(material: Material) -> Data:
-    """Collect validation losses with a shared expert, and with another routed expert instead (paper, Shared Expert)."""
-    return _pairs(
-        material,
-        ("model.shared_experts", "rule.experts_per_token", "model.d_expert"),
-        lambda run: run["model.shared_experts"] > 0,
-        "it needs a run and another that differs only in --model.shared-experts 0 --experts-per-token 2",
-    )
-
-
-def fanout_norm(material: Material) -> Data:
-    """Collect validation losses with and without division of the routed sum by the fanout (paper, Normalization)."""
-    return _pairs(
-        material,
-        ("model.gate_norm",),
-        lambda run: run["model.gate_norm"] is None,
-        "it needs a run and another that differs only in --model.gate-norm fanout",
-    )
-
-
 def _curves(
     methods: Sequence[Data],
     others: Sequence[Data],
@@ -348,33 +328,36 @@ def say_pairs(cause: str, data: Data) -> str:
     return f"{cause} changes the last validation loss, in nats per token, by {listed(changes)}."
 
 
-def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool], why_not: str) -> Data:
-    """Return curves of pairs of methods that differ only in the `free` options; `has` selects the first of a pair."""
+def pairs(free: Sequence[str], has: Callable[[Data], bool], needed: str, material: Material) -> Data:
+    """Collect validation losses of pairs of methods that differ only in the `free` options.
 
-    def rest(runs: Sequence[Subject]) -> str:
-        return str({name: value for name, value in options(runs[0].run).items() if name not in free})
+    has: selects the first of a pair. needed: what the second differs in, as flags.
+    """
+
+    def rest(runs: Sequence[Run]) -> str:
+        return str({name: value for name, value in options(runs[0]).items() if name not in free})
 
     routed = [runs for runs in material.methods.values() if runs[0].layers]
     shown: list[dict[str, Any]] = []
     for _, alike in groupby(sorted(routed, key=rest), rest):
-        pair = {has(options(runs[0].run)): runs for runs in reversed(list(alike))}  # the first of each kind
+        pair = {has(options(runs[0])): runs for runs in reversed(list(alike))}  # the first of each kind
         with suppress(NotShownError):
             if len(pair) == 2:
                 shown += [{**pair[first][0].tag, **_curve(pair[first])} for first in (True, False)]
     if not shown:
-        raise NotShownError(why_not)
+        raise NotShownError(f"it needs a run and another that differs only in {needed}")
     return {"methods": shown}
 
 
-def _pools_gap(subject: Subject) -> float | None:
+def _pools_gap(run: Run) -> float | None:
     """Return causal loss minus loss with training pools on the same tokens; None if not measured."""
-    pooled = _evaluated(subject).get("validation", {}).get("training_pools")
+    pooled = _evaluated(run).get("validation", {}).get("training_pools")
     return None if pooled is None else pooled["causal_loss"] - pooled["loss"]
 
 
-def _evaluated(subject: Subject) -> dict[str, Any]:
+def _evaluated(run: Run) -> dict[str, Any]:
     """Return the saved results of `et evaluate` for the last checkpoint."""
-    return read_results(subject.folder.path, subject.folder.latest_checkpoint())
+    return read_results(run.folder.path, run.folder.latest_checkpoint())
 
 
 FIGURES = [
@@ -386,8 +369,13 @@ FIGURES = [
           batch_size_scaling, draw_batch_size_scaling, say_batch_size_scaling),
     Study("train_against_validation", "Learning", "Training and validation loss",
           train_against_validation, draw_train_against_validation, say_train_against_validation),
+    # Another routed expert instead of the shared one (paper, Shared Expert).
     Study("shared_expert", "Learning", "Shared expert on and off",
-          shared_expert, draw_losses, partial(say_pairs, "Leaving out the shared expert")),
+          partial(pairs, ("model.shared_experts", "rule.experts_per_token", "model.d_expert"),
+                  lambda run: run["model.shared_experts"] > 0, "--model.shared-experts 0 --experts-per-token 2"),
+          draw_losses, partial(say_pairs, "Leaving out the shared expert")),
+    # The routed sum divided by the fanout (paper, Normalization).
     Study("fanout_norm", "Learning", "With and without fanout norm",
-          fanout_norm, draw_losses, partial(say_pairs, "The fanout norm")),
+          partial(pairs, ("model.gate_norm",), lambda run: run["model.gate_norm"] is None, "--model.gate-norm fanout"),
+          draw_losses, partial(say_pairs, "The fanout norm")),
 ]  # fmt: skip

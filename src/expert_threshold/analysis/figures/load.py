@@ -17,10 +17,10 @@ from ...routing import kth_largest, take
 from ..material import Material
 from ..measures import best_expert_choice, best_token_choice, routing_objective
 from ..measures import load_spread as spread_of
-from ..methods import Subject
 from ..plain import Data, NotShownError, array
+from ..records import Run
 from ..sentences import each, fixed, listed, percent, pool_size
-from .axes import draw_key, method_strokes, name_lines, panels, ratio_axis, rows_of, single
+from .plot import draw_key, method_strokes, name_lines, panels, ratio_axis, rows_of, single
 from .study import Study, of_each_method, over_methods
 from .style import MUTED, NARROW, WIDE, Figure, strokes
 
@@ -38,9 +38,9 @@ BATCH, BATCHES, LAYERS = 128, 4, 4
 
 
 @of_each_method
-def load_balance(material: Material, subject: Subject) -> Data:
+def load_balance(material: Material, run: Run) -> Data:
     """Compute the largest load / mean load of each layer under causal routing."""
-    trace = material.trace(subject)
+    trace = material.trace(run)
     loads = torch.stack([trace.assignment(layer).sum(0) for layer in trace.layers])
     return {"layers": trace.layers, "spread": spread_of(loads)}
 
@@ -79,8 +79,8 @@ def objective(material: Material) -> Data:
     the optimum, with free and with fixed fanouts.
     """
 
-    def compute(subject: Subject) -> Data:
-        trace = material.trace(subject)
+    def compute(run: Run) -> Data:
+        trace = material.trace(run)
         layers = trace.layers[:LAYERS]
         found = [each for layer in layers if (each := _objectives(trace.scores(layer), trace.assignment(layer)))]
         if not found:
@@ -88,7 +88,7 @@ def objective(material: Material) -> Data:
         means = {name: np.mean([each[name] for each in found]) for name in found[0] if all(name in e for e in found)}
         optima = {"free": means["population"], "fixed": means.get("balanced", 0)}
         shares = {name: means["rule"] / best for name, best in optima.items() if best > 0}
-        means["load"] /= subject.run.rule["experts_per_token"]
+        means["load"] /= run.rule.experts_per_token
         return {**means, "shares": shares}
 
     data = over_methods(material.each("routing objective", material.routed), compute)
@@ -178,12 +178,23 @@ def load_at_scale(material: Material) -> Data:
     experts account for the same share of its time as of its FLOPs, `experts_share`.
     """
 
-    def compute(subject: Subject) -> Data:
-        trace = material.trace(subject)
+    def compute(run: Run) -> Data:
+        trace, generator = material.trace(run), np.random.Generator(np.random.PCG64(0))
         loads = window_loads(trace)
         spread = spread_of_windows(loads, trace.context)
-        exact = subject.bounds is not None and len(set(subject.bounds)) == 1
-        return {**spread._asdict(), **_grow(loads, spread), "exact": exact}
+        drawn = {tokens: resample(loads, tokens, generator) for tokens in TOKENS_PER_EXPERT}
+        return {
+            **spread._asdict(),
+            "by_tokens": {
+                "resampled": [busiest(drawn[tokens], EXPERTS) for tokens in TOKENS_PER_EXPERT],
+                "closed_form": [spread.closed_form(tokens, EXPERTS, EXPERTS) for tokens in TOKENS_PER_EXPERT],
+            },
+            "by_devices": {
+                "resampled": [busiest(drawn[AT], devices) for devices in DEVICES],
+                "closed_form": [spread.closed_form(AT, EXPERTS, devices) for devices in DEVICES],
+            },
+            "exact": run.bounds is not None and len(set(run.bounds)) == 1,
+        }
 
     # The share of a token's FLOPs in its routed experts.
     model = GPTConfig.preset(REFERENCE)
@@ -300,22 +311,6 @@ def busiest(loads: np.ndarray, devices: int) -> float:
 def largest_of(count: int) -> float:
     """Return the expected maximum of `count` standard normals (Blom, 1958)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
-
-
-def _grow(loads: np.ndarray, spread: Spread) -> dict[str, Any]:
-    """Return largest / mean loads: of experts by tokens per expert, and of devices at `AT` tokens per expert."""
-    generator = np.random.Generator(np.random.PCG64(0))
-    drawn = {tokens: resample(loads, tokens, generator) for tokens in TOKENS_PER_EXPERT}
-    return {
-        "by_tokens": {
-            "resampled": [busiest(drawn[tokens], EXPERTS) for tokens in TOKENS_PER_EXPERT],
-            "closed_form": [spread.closed_form(tokens, EXPERTS, EXPERTS) for tokens in TOKENS_PER_EXPERT],
-        },
-        "by_devices": {
-            "resampled": [busiest(drawn[AT], devices) for devices in DEVICES],
-            "closed_form": [spread.closed_form(AT, EXPERTS, devices) for devices in DEVICES],
-        },
-    }
 
 
 FIGURES = [

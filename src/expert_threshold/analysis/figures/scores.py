@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...routing import kth_largest, take
 from ..material import Material
-from ..methods import Subject
 from ..plain import Data, NotShownError, array
+from ..records import Run
 from ..sentences import each, listed, signed
-from .axes import log_ticks, method_panels, method_strokes, panels
+from .plot import log_ticks, method_panels, method_strokes, panels
 from .study import Study, of_each_method
 from .style import GRID, INK, MUTED, SMALL, WIDE, Figure, strokes
 
@@ -33,10 +33,10 @@ def rules_overview(material: Material) -> Data:
     Token choice compares a score with the token's best score from another expert, expert choice with the k-th largest
     score of the sequence or of all shown sequences, and expert threshold with the running mean. k is an equal share.
     """
-    subject = material.focus
-    if not subject.run.has_cutoffs:
+    run = material.focus
+    if not run.has_cutoffs:
         raise NotShownError("no run has cutoffs")
-    trace = material.trace(subject)
+    trace = material.trace(run)
     layer = trace.layers[len(trace.layers) // 2]
     windows = len(trace) // trace.context
     length = min(TOKENS, trace.context)
@@ -45,9 +45,12 @@ def rules_overview(material: Material) -> Data:
         raise NotShownError(f"it needs a trace of {SEQUENCES * trace.context} tokens or more; give more --tokens")
     scores = trace.scores(layer)[: windows * trace.context].view(windows, trace.context, -1)
     scores = scores[:SEQUENCES, begin : begin + length]
-    means = subject.rule.thresholds(trace.state(layer))
+    means = run.rule.thresholds(trace.state(layer))
     assert means is not None
-    expert = _ordinary(scores, means, SEQUENCES * length * subject.run.target)
+    # The expert whose loads by its cutoff and by token choice are closest to the expected load.
+    loads = (scores > means).sum((0, 1)), torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).sum((0, 1))
+    above, best = ((load - SEQUENCES * length * run.target).abs() for load in loads)
+    expert = int((above + best).argmin())
     own = scores[..., expert]
     others = scores.clone()
     others[..., expert] = -torch.inf
@@ -57,7 +60,7 @@ def rules_overview(material: Material) -> Data:
         return {"kind": kind, "method": name, "cutoff": cutoff.expand_as(own), "taken": taken}
 
     def choice(kind: str, name: str, pools: Tensor) -> dict[str, Any]:
-        k = max(round(pools.shape[1] * subject.run.target), 1)
+        k = max(round(pools.shape[1] * run.target), 1)
         (cut,) = kth_largest(pools[..., None].contiguous(), [k])
         return rule(kind, name, cut.score, take(pools[..., None], cut).view_as(own))
 
@@ -67,15 +70,7 @@ def rules_overview(material: Material) -> Data:
         choice("expert_choice_batch", "EC over a batch", own.reshape(1, -1)),
         rule("expert_threshold", "ET", means[expert], own > means[expert]),
     ]
-    return {**subject.tag, "layer": layer, "expert": expert, "scores": own, "rules": rules}
-
-
-def _ordinary(scores: Tensor, means: Tensor, expected: float) -> int:
-    """Return the expert whose loads by its cutoff and by token choice are closest to the expected load."""
-    experts = scores.shape[-1]
-    above = (scores > means).sum((0, 1))
-    best = torch.nn.functional.one_hot(scores.argmax(-1), experts).sum((0, 1))
-    return int(((above - expected).abs() + (best - expected).abs()).argmin())
+    return {**run.tag, "layer": layer, "expert": expert, "scores": own, "rules": rules}
 
 
 def draw_rules_overview(data: Data) -> Figure:
@@ -116,7 +111,7 @@ def say_rules_overview(data: Data) -> str:
 
 
 @of_each_method
-def cutoff_law(material: Material, subject: Subject) -> Data:
+def cutoff_law(material: Material, run: Run) -> Data:
     """Compute the spread of a pool's k-th largest score by pool size, in standard deviations of the expert's scores.
 
     Values are root mean squares over experts and layers. Pools are drawn from the trace token by token, and by text: a
@@ -124,8 +119,8 @@ def cutoff_law(material: Material, subject: Subject) -> Data:
     law of 1/√N. `law` is the expected spread for independent tokens, √(p(1 − p)/N) / f(cutoff), where p is an expert's
     share of the tokens and f the density of its scores at the cutoff.
     """
-    trace = material.trace(subject)
-    share = subject.run.target
+    trace = material.trace(run)
+    share = run.target
     if share >= 1:
         raise NotShownError("every expert takes every token")
     smallest = max(SMALLEST, math.ceil(4 / share))
@@ -215,14 +210,14 @@ def _slope(sizes: Sequence[int], spreads: np.ndarray) -> float:
 
 
 @of_each_method
-def score_histograms(material: Material, subject: Subject) -> Data:
+def score_histograms(material: Material, run: Run) -> Data:
     """Compute histograms of all and of assigned scores, of the first layer's first expert and the last layer's last."""
-    trace = material.trace(subject)
+    trace = material.trace(run)
     shown = []
-    for layer, expert in ((trace.layers[0], 0), (trace.layers[-1], subject.run.rule["num_experts"] - 1)):
+    for layer, expert in ((trace.layers[0], 0), (trace.layers[-1], run.rule.num_experts - 1)):
         scores, taken = trace.scores(layer)[:, expert].numpy(), trace.assignment(layer)[:, expert].numpy()
         edges = np.histogram_bin_edges(scores, bins=60)
-        cutoffs = subject.rule.thresholds(trace.state(layer))
+        cutoffs = run.rule.thresholds(trace.state(layer))
         shown.append(
             {
                 "layer": layer,

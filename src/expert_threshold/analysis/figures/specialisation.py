@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +14,10 @@ from rich.cells import cell_len, set_cell_size
 
 from ..material import Material
 from ..measures import expert_token_ratio, mutual_information
-from ..methods import Subject
 from ..plain import Data, NotShownError, array
+from ..records import Run
 from ..sentences import counted, each, listed, percent
-from .axes import PANEL, Strokes, colour_scale, heat, panels, whole_ticks
+from .plot import PANEL, Strokes, colour_scale, heat, panels, whole_ticks
 from .study import Study, over_methods
 from .style import INK, MUTED, SMALL, WIDE, Axes, Figure, expert_colours, monospaced, strokes
 
@@ -32,19 +33,19 @@ def specialisation(material: Material) -> Data:
 
     bits: information of a routed token's expert about its domain, per layer, if all domains have the same size.
     """
-    domains = {name: domain.known_as for name, domain in material.streams.domains.items()}
+    domains = {name: domain.known_as for name, domain in material.domains.items()}
     if len(domains) < 2:
         raise NotShownError(
             "it needs the text of two or more domains: --human-eval and --gsm8k, or --domain NAME=SOURCE"
         )
 
-    def compute(subject: Subject) -> Data:
+    def compute(run: Run) -> Data:
         ratios = {}
         for domain in domains:
-            trace = material.trace(subject, domain)
+            trace = material.trace(run, domain)
             ratios[domain] = torch.cat([expert_token_ratio(trace.assignment(layer)[None]) for layer in trace.layers])
         bits = mutual_information(torch.stack(list(ratios.values()), dim=1))
-        return {"layers": subject.layers, "ratios": ratios, "bits": bits}
+        return {"layers": run.layers, "ratios": ratios, "bits": bits}
 
     return {"domains": domains, **over_methods(material.each("expert specialisation", material.routed), compute)}
 
@@ -127,11 +128,6 @@ def say_domain_shares(data: Data) -> str:
     )
 
 
-def passage_intensity(material: Material) -> Data:
-    """Collect passages with the fanout of each token, summed over layers."""
-    return _passages(material, lambda assignment: assignment.sum(axis=(0, 2)))
-
-
 def draw_passage_intensity(data: Data) -> Figure:
     """Draw passages as text; the colour behind each token shows its fanout."""
     from matplotlib.figure import Figure
@@ -207,11 +203,6 @@ def say_passage_intensity(data: Data) -> str:
     return f"In {data['method']} the fanout of a token, summed over {layers}, is {'; '.join(parts)}."
 
 
-def passage_fanout(material: Material) -> Data:
-    """Collect passages with the fanout of each token in every layer, (layers, tokens)."""
-    return _passages(material, lambda assignment: assignment.sum(axis=2), CELLS)
-
-
 def draw_passage_fanout(data: Data) -> Figure:
     """Draw passages with cells above the tokens that show their fanout in each layer."""
     most = max(1, *(array(passage["values"]).max() for passage in data["passages"]))
@@ -236,11 +227,6 @@ def say_passage_fanout(data: Data) -> str:
             text += f" ({means.min():.2f} in layer {low} to {means.max():.2f} in layer {high})"
         parts.append(text)
     return f"A token of {data['method']} has a mean fanout in a layer of {listed(parts)}."
-
-
-def passage_routing(material: Material) -> Data:
-    """Collect passages with the assignment in every layer, (layers, tokens, experts), 0 or 1."""
-    return _passages(material, lambda assignment: assignment.astype(int), CELLS)
 
 
 def draw_passage_routing(data: Data) -> Figure:
@@ -292,22 +278,20 @@ def say_passage_routing(data: Data) -> str:
     return f"Filled cells are tokens routed to an expert of {data['method']}: {listed(parts)}."
 
 
-def _passages(
-    material: Material, measure: Callable[[np.ndarray], np.ndarray], most: int | None = None
-) -> dict[str, Any]:
-    """Apply `measure` to the assignment (layers, tokens, experts) of each passage of the run in focus.
+def passages(measure: Callable[[np.ndarray], np.ndarray], most: int | None, material: Material) -> dict[str, Any]:
+    """Collect passages with what `measure` makes of their assignment (layers, tokens, experts) in the run in focus.
 
     most: maximum number of tokens, from the start; None means all traced tokens.
     """
-    subject = material.focus
-    passages = []
-    for name, (trace, tokens) in material.passages(subject).items():
+    run = material.focus
+    found = []
+    for name, (trace, tokens) in material.passages(run).items():
         # Skip BOS, which starts every document and has no text.
         shown = slice(1, None if most is None else most + 1)
         assignment = np.stack([trace.assignment(layer)[shown].numpy() for layer in trace.layers])
-        passages.append({"name": name, "tokens": tokens[shown], "values": measure(assignment)})
-    experts = subject.run.rule["num_experts"]
-    return {**subject.tag, "layers": subject.layers, "experts": experts, "passages": passages}
+        found.append({"name": name, "tokens": tokens[shown], "values": measure(assignment)})
+    experts = run.rule.num_experts
+    return {**run.tag, "layers": run.layers, "experts": experts, "passages": found}
 
 
 SECTION = "Specialisation"
@@ -316,9 +300,12 @@ FIGURES = [
     Study("domain_shares", SECTION, "Tokens of each expert by domain",
           domain_shares, draw_domain_shares, say_domain_shares),
     Study("passage_intensity", SECTION, "Computation over the text",
-          passage_intensity, draw_passage_intensity, say_passage_intensity),
+          partial(passages, lambda assignment: assignment.sum(axis=(0, 2)), None),
+          draw_passage_intensity, say_passage_intensity),
     Study("passage_fanout", SECTION, "Fanout of every token, by layer",
-          passage_fanout, draw_passage_fanout, say_passage_fanout),
+          partial(passages, lambda assignment: assignment.sum(axis=2), CELLS),
+          draw_passage_fanout, say_passage_fanout),
     Study("passage_routing", SECTION, "Experts of every token, by layer",
-          passage_routing, draw_passage_routing, say_passage_routing),
+          partial(passages, lambda assignment: assignment.astype(int), CELLS),
+          draw_passage_routing, say_passage_routing),
 ]  # fmt: skip

@@ -7,8 +7,8 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from ..material import Material
-from ..methods import Subject
 from ..plain import Data, NotShownError
+from ..records import Run
 from .style import Figure
 
 
@@ -23,26 +23,26 @@ class Study(NamedTuple):
     say: Callable[[Data], str]
 
 
-def over_methods(subjects: Iterable[Subject], compute: Callable[[Subject], Data]) -> dict[str, Any]:
+def over_methods(runs: Iterable[Run], compute: Callable[[Run], Data]) -> dict[str, Any]:
     """Compute the data of each method. A NotShownError omits the method, or the figure if no method remains."""
     methods: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
-    for subject in subjects:
+    for run in runs:
         try:
-            methods.append({**subject.tag, **compute(subject)})
+            methods.append({**run.tag, **compute(run)})
         except NotShownError as reason:
-            left_out[subject.method] = str(reason)
+            left_out[run.method] = str(reason)
     if not methods:
         raise NotShownError(next(iter(left_out.values())))
     return {"methods": methods, "left_out": left_out}
 
 
-def of_each_method(compute: Callable[[Material, Subject], Data]) -> Callable[[Material], dict[str, Any]]:
+def of_each_method(compute: Callable[[Material, Run], Data]) -> Callable[[Material], dict[str, Any]]:
     """Turn a function of one run into the `compute` of a figure, for all methods with routed experts."""
 
     @wraps(compute)
     def of_all(material: Material) -> dict[str, Any]:
-        subjects = material.each(compute.__name__.replace("_", " "), material.routed)
-        return over_methods(subjects, partial(compute, material))
+        runs = material.each(compute.__name__.replace("_", " "), material.routed)
+        return over_methods(runs, partial(compute, material))
 
     return of_all

@@ -10,29 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..page import Exhibit, LeftOut, exhibit
+from ..page import Exhibit, exhibit
 from ..records import Points, Record, Run, expert_series, finite, layer_series, mean_loss, series
 from ..sentences import of_deviation, percent, short
-from .axes import (
-    LONGEST,
-    colour_scale,
-    deviations,
-    expert_key,
-    expert_lines,
-    line,
-    log_ticks,
-    mark_warmup,
-    marker,
-    name_lines,
-    named_lines,
-    panels,
-    ratio_axis,
-    single,
-    smooth,
-    step_axis,
-    thin,
-    whole_ticks,
-)
+from . import plot
 from .style import ACCENT, INK, METHODS, MUTED, NARROW, WIDE, Figure, layer_colours
 
 RAW: dict[str, Any] = {"colour": MUTED, "alpha": 0.45, "linewidth": 0.8}  # behind a running mean
@@ -42,14 +23,14 @@ LATE = 0.75
 
 def draw_loss(run: Run) -> Figure:
     """Draw cross-entropy over steps: training, raw and smoothed, and validation."""
-    figure, axes = single(WIDE, 2, "cross-entropy (nats per token)")
+    figure, axes = plot.single(WIDE, 2, "cross-entropy (nats per token)")
     raw = series(run.train, "cross_entropy")
-    line(axes, raw, label="training", **RAW)
-    trained = line(axes, smooth(raw), ACCENT, label="training, running mean")
-    step_axis(axes)
+    plot.line(axes, raw, label="training", **RAW)
+    trained = plot.line(axes, plot.smooth(raw), ACCENT, label="training, running mean")
+    plot.step_axis(axes)
     dots = {"marker": "o", "linestyle": "none", "markersize": 4}
-    measured = line(axes, series(run.validation, "loss"), INK, label="validation", **dots)
-    name_lines(axes, [trained, measured], "{:.3f}")
+    measured = plot.line(axes, series(run.validation, "loss"), INK, label="validation", **dots)
+    plot.name_lines(axes, [trained, measured], "{:.3f}")
     return figure
 
 
@@ -80,24 +61,25 @@ def learning_rates(run: Run) -> dict[str, Points]:
     return {", ".join(names): points for points, names in lines.items()}
 
 
-def layer_lines(key: str, records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
+def layer_lines(key: str, run: Run, split: str = "train") -> dict[str, list[tuple[float, float]]]:
     """Return the finite points of a measure for each layer, averaged over experts."""
+    records = run.train if split == "train" else run.validation
     return {f"layer {layer}": finite(points) for layer, points in layer_series(records, key).items()}
 
 
 def draw_usage(run: Run) -> Figure:
     """Draw the usage of every expert over steps, as a multiple of the target."""
     shares = expert_series(run.train, "usage")
-    figure, every = panels(WIDE, [f"layer {layer}, expert" for layer in shares], 1.5, least=1.4)
+    figure, every = plot.panels(WIDE, [f"layer {layer}, expert" for layer in shares], 1.5, least=1.4)
     for axes, (steps, values) in zip(every, shares.values(), strict=True):
-        columns = np.linspace(steps[0], steps[-1], min(len(steps), LONGEST))
+        columns = np.linspace(steps[0], steps[-1], min(len(steps), plot.LONGEST))
         nearest = np.abs(steps[None, :] - columns[:, None]).argmin(1)
         half = max((steps[-1] - steps[0]) / max(len(columns) - 1, 1), 1) / 2
         extent = (steps[0] - half, steps[-1] + half, values.shape[1] - 0.5, -0.5)
-        drawn = deviations(axes, values[nearest].T / run.target, extent=extent)
-        whole_ticks(axes.yaxis)
-        step_axis(axes)
-    colour_scale(every, drawn, {-1: "½ target", 0: "target", 1: "2 × target"})
+        drawn = plot.deviations(axes, values[nearest].T / run.target, extent=extent)
+        plot.whole_ticks(axes.yaxis)
+        plot.step_axis(axes)
+    plot.colour_scale(every, drawn, {-1: "½ target", 0: "target", 1: "2 × target"})
     return figure
 
 
@@ -121,27 +103,26 @@ def say_usage(run: Run) -> str:
 
 def draw_load_spread(run: Run) -> Figure:
     """Draw the largest load / mean load of each layer over steps: lines for training, dots for validation."""
-    figure, axes = single(WIDE, title="largest load / mean load; dots: validation")
-    dots = layer_lines("load_spread", run.validation)
+    figure, axes = plot.single(WIDE, title="largest load / mean load; dots: validation")
+    dots = layer_lines("load_spread", run, "validation")
     for (name, points), colour in zip(dots.items(), layer_colours(len(dots)), strict=True):
-        line(axes, points, colour, marker="o", linestyle="none", markersize=4, label=f"{name}, validation")
-    named_lines(axes, layer_lines("load_spread", run.train))
-    ratio_axis(axes)
-    step_axis(axes)
-    mark_warmup(axes, run.warmup_steps)
+        plot.line(axes, points, colour, marker="o", linestyle="none", markersize=4, label=f"{name}, validation")
+    plot.named_lines(axes, layer_lines("load_spread", run))
+    plot.ratio_axis(axes)
+    plot.step_axis(axes)
+    plot.mark_warmup(axes, run.warmup_steps)
     return figure
 
 
 def say_load_spread(run: Run) -> str:
-    lines = layer_lines("load_spread", run.train) or layer_lines("load_spread", run.validation)
-    return say_course(lines, "{:.2f}") + _each_point(run.train)
+    return say_course(_load_spreads(run), "{:.2f}") + _each_point(run.train)
 
 
 def draw_fanout(run: Run) -> Figure:
     """Draw the share of tokens by fanout in the last validation, for each layer."""
     shares = {layer: np.array(tokens) / max(sum(tokens), 1) for layer, tokens in run.fanout_counts.items()}
     titles = [f"layer {layer}, % of tokens" for layer in shares]
-    figure, every = panels(WIDE, titles, 1.2, "routed experts of a token")
+    figure, every = plot.panels(WIDE, titles, 1.2, "routed experts of a token")
     for axes, share, colour in zip(every, shares.values(), layer_colours(len(shares)), strict=True):
         axes.bar(np.arange(len(share)), 100 * share, width=0.82, color=colour)
         mean = f"mean {np.arange(len(share)) @ share:.2f}"
@@ -149,7 +130,7 @@ def draw_fanout(run: Run) -> Figure:
     seen = max(int(np.flatnonzero(share >= 0.001).max(initial=0)) for share in shares.values())
     most = max(100 * share.max() for share in shares.values())
     every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.25 * most))  # shared; leaves room for the text
-    whole_ticks(every[0].xaxis)
+    plot.whole_ticks(every[0].xaxis)
     return figure
 
 
@@ -158,7 +139,7 @@ def say_fanout(run: Run) -> str:
     share = total / max(total.sum(), 1)
     return (
         f"A token went to {np.arange(len(share)) @ share:.2f} routed experts per layer on average; the target is "
-        f"{run.rule['experts_per_token']:g}. {percent(share[0])} of the tokens went to none, and no token went to more "
+        f"{run.rule.experts_per_token:g}. {percent(share[0])} of the tokens went to none, and no token went to more "
         f"than {int(np.flatnonzero(total).max(initial=0))}."
     )
 
@@ -166,16 +147,16 @@ def say_fanout(run: Run) -> str:
 def draw_cutoffs(run: Run) -> Figure:
     """Draw each expert's cutoff (the running mean, coloured) over its batch cutoffs (grey), for each layer."""
     means, batches = expert_series(run.train, "cutoff"), expert_series(run.train, "batch_cutoff")
-    figure, every = panels(WIDE, [f"layer {layer}, score" for layer in means], 1.7, least=1.4)
+    figure, every = plot.panels(WIDE, [f"layer {layer}, score" for layer in means], 1.7, least=1.4)
     lines = sum(values.shape[1] for _, values in (*means.values(), *batches.values()))
     for axes, layer in zip(every, means, strict=True):
         if layer in batches:
-            steps, values = thin(*batches[layer], lines)
-            axes.plot(steps, values, color=MUTED, alpha=0.35, linewidth=0.7, **marker(len(steps)))
-        expert_lines(axes, *thin(*means[layer], lines))
-        step_axis(axes)
-        mark_warmup(axes, run.warmup_steps, labelled=axes is every[0])
-    expert_key(every, max(values.shape[1] for _, values in means.values()))
+            steps, values = plot.thin(*batches[layer], lines)
+            axes.plot(steps, values, color=MUTED, alpha=0.35, linewidth=0.7, **plot.marker(len(steps)))
+        plot.expert_lines(axes, *plot.thin(*means[layer], lines))
+        plot.step_axis(axes)
+        plot.mark_warmup(axes, run.warmup_steps, labelled=axes is every[0])
+    plot.expert_key(every, max(values.shape[1] for _, values in means.values()))
     return figure
 
 
@@ -216,51 +197,55 @@ class Chart(NamedTuple):
     say: Callable[[Run], str]
     of_cutoffs: bool = False
 
+    def make(self, run: Run) -> tuple[str, Figure]:
+        return self.say(run), self.draw(run)
+
 
 def lines_chart(
     title: str,
     panel: str,
-    lines: Callable[[Run], Mapping[str, Points]],
+    lines: Callable[[Run], Mapping[str, Points]] | str,
     number: str = "{:.3g}",
     *,
-    unit: float = 1,
     x: str = "step",
     scale: Literal["from 0", "free", "log"] = "from 0",
-    smoothed: bool = False,
-    of_cutoffs: bool = False,
+    share: bool = False,
 ) -> Chart:
     """Return a chart of named lines over steps or tokens. number: the format of the last values.
 
-    smoothed: draw the only line in grey, with its running mean. A share (unit 100) also has the end of warmup marked.
+    lines: a function, or the key of a training number to draw in grey with its running mean. share: of rules with
+    cutoffs, in percent and with the end of warmup marked.
     """
+    unit, number = (100, "{:.3g} %") if share else (1, number)
 
     def known(run: Run) -> dict[str, list[tuple[float, float]]]:
-        return {name: [(x, unit * y) for x, y in points] for name, points in lines(run).items() if finite(points)}
+        found = {lines: series(run.train, lines)} if isinstance(lines, str) else lines(run)
+        return {name: [(x, unit * y) for x, y in points] for name, points in found.items() if finite(points)}
 
     def draw(run: Run) -> Figure:
-        figure, axes = single(NARROW, title=panel)
+        figure, axes = plot.single(NARROW, title=panel)
         shown: Mapping[str, Points] = known(run)
-        if smoothed:
+        if isinstance(lines, str):
             ((_, raw),) = shown.items()
-            line(axes, raw, label=panel, **RAW)
-            shown = {"running mean": smooth(raw)}
+            plot.line(axes, raw, label=panel, **RAW)
+            shown = {"running mean": plot.smooth(raw)}
         colours = [ACCENT] if len(shown) == 1 else METHODS if scale == "log" else layer_colours(len(shown))
-        named_lines(axes, shown, colours, "" if unit == 100 or len(shown) > 1 else number)
+        plot.named_lines(axes, shown, colours, "" if share or len(shown) > 1 else number)
         if scale == "log":
             axes.set_yscale("log")
-            log_ticks(axes.yaxis)
+            plot.log_ticks(axes.yaxis)
         elif scale == "from 0":
             axes.set_ylim(-0.03 * axes.get_ylim()[1], axes.get_ylim()[1])  # a line at 0 is drawn in full
             axes.yaxis.set_major_formatter("{x:,.10g}")
-        step_axis(axes, x)
-        if unit == 100:
-            mark_warmup(axes, run.warmup_steps)
+        plot.step_axis(axes, x)
+        if share:
+            plot.mark_warmup(axes, run.warmup_steps)
         return figure
 
     def describe(run: Run) -> str:
         return say_course({name: finite(points) for name, points in known(run).items()}, number, x)
 
-    return Chart(title, known, draw, describe, of_cutoffs)
+    return Chart(title, known, draw, describe, of_cutoffs=share)
 
 
 def say_course(lines: Mapping[str, Points], number: str, x: str = "step") -> str:
@@ -282,60 +267,44 @@ def say_course(lines: Mapping[str, Points], number: str, x: str = "step") -> str
     return f"It went from {ends[0]} to {ends[1]}; the lowest is {edges[0]}, and the highest is {edges[1]}."
 
 
-def _by_layer(key: str, run: Run) -> Mapping[str, Points]:
-    return layer_lines(key, run.train)
-
-
-def _by_expert(key: str) -> Callable[[Run], object]:
-    return lambda run: expert_series(run.train, key)
-
-
-def _logged(key: str, run: Run) -> dict[str, Points]:
-    return {key: series(run.train, key)}
+def _load_spreads(run: Run) -> dict[str, list[tuple[float, float]]]:
+    return layer_lines("load_spread", run) or layer_lines("load_spread", run, "validation")
 
 
 def _losses(run: Run) -> object:
     return finite(series(run.train, "cross_entropy")) or finite(series(run.validation, "loss"))
 
 
-def _load_spreads(run: Run) -> object:
-    return layer_series(run.train, "load_spread") or layer_series(run.validation, "load_spread")
-
-
 LEARNING = [
     Chart("Loss", _losses, draw_loss, say_loss),
     lines_chart("Bits per byte", "validation, bits per byte", lambda run: {"validation": run.bits_per_byte}, "{:.3f}",
                 x="tokens trained on", scale="free"),
-    lines_chart("Tokens per second", "tokens per second", partial(_logged, "tokens_per_second"), "{:,.0f}",
-                smoothed=True),
+    lines_chart("Tokens per second", "tokens per second", "tokens_per_second", "{:,.0f}"),
     lines_chart("Learning rate", "learning rate", learning_rates, scale="log"),
-    lines_chart("Gradient norm", "norm of the gradient, before clipping", partial(_logged, "grad_norm"), "{:.2g}",
-                smoothed=True),
+    lines_chart("Gradient norm", "norm of the gradient, before clipping", "grad_norm", "{:.2g}"),
 ]  # fmt: skip
 ROUTING = [
-    Chart("Usage of each expert", _by_expert("usage"), draw_usage, say_usage),
+    Chart("Usage of each expert", lambda run: expert_series(run.train, "usage"), draw_usage, say_usage),
     Chart("Load spread", _load_spreads, draw_load_spread, say_load_spread),
     Chart("Fanout", lambda run: run.fanout_counts, draw_fanout, say_fanout),
-    Chart("Cutoffs", _by_expert("cutoff"), draw_cutoffs, say_cutoffs, of_cutoffs=True),
-    lines_chart("Saturation", "dropped, % of tokens above a cutoff", partial(_by_layer, "saturation"),
-                "{:.3g} %", unit=100, of_cutoffs=True),
-    lines_chart("Starvation", "filled in, % of the target load", partial(_by_layer, "starvation"),
-                "{:.3g} %", unit=100, of_cutoffs=True),
-    lines_chart("Spread of scores", "scores of an expert, standard deviation", partial(_by_layer, "score_std")),
-    lines_chart("Spread of gates", "gates of an expert, standard deviation", partial(_by_layer, "gate_std")),
+    Chart("Cutoffs", lambda run: expert_series(run.train, "cutoff"), draw_cutoffs, say_cutoffs, of_cutoffs=True),
+    lines_chart("Saturation", "dropped, % of tokens above a cutoff", partial(layer_lines, "saturation"), share=True),
+    lines_chart("Starvation", "filled in, % of the target load", partial(layer_lines, "starvation"), share=True),
+    lines_chart("Spread of scores", "scores of an expert, standard deviation", partial(layer_lines, "score_std")),
+    lines_chart("Spread of gates", "gates of an expert, standard deviation", partial(layer_lines, "gate_std")),
 ]  # fmt: skip
 
 
-def drawn(charts: Sequence[Chart], run: Run) -> Iterator[Exhibit | LeftOut]:
+def drawn(charts: Sequence[Chart], run: Run) -> Iterator[Exhibit]:
     """Draw the charts of a run."""
     if charts is ROUTING and (run.model.rule is None or run.model.dense_layers == run.model.layers):
         names = ", ".join(chart.title for chart in charts)
-        yield LeftOut(names, "no layer of this model has routed experts")
+        yield Exhibit(names, "no layer of this model has routed experts")
         return
     for chart in charts:
         if chart.numbers(run):
-            yield exhibit(chart.title, partial(chart.say, run), partial(chart.draw, run))
+            yield exhibit(chart.title, partial(chart.make, run))
         elif chart.of_cutoffs and not run.has_cutoffs:
-            yield LeftOut(chart.title, f"the rule {run.rule_name} has no cutoffs")
+            yield Exhibit(chart.title, f"the rule {run.rule_name} has no cutoffs")
         else:
-            yield LeftOut(chart.title, "the run has not recorded its numbers yet")
+            yield Exhibit(chart.title, "the run has not recorded its numbers yet")

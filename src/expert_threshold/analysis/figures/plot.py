@@ -17,7 +17,6 @@ from .style import INK, MUTED, SMALL, WARMUP, Axes, Figure, expert_colours, laye
 
 if TYPE_CHECKING:
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Colormap
     from matplotlib.lines import Line2D
 
 PANEL, GAP = 1.6, 0.25  # the minimum width of a panel, and the space between panels
@@ -190,29 +189,29 @@ def expert_lines(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
 
 def heat(axes: Axes, values: np.ndarray, low: float = 0, high: float = 1) -> ScalarMappable:
     """Draw cells (rows, columns), clear at `low` and blue at `high`, and return them for `colour_scale`."""
-    return cells(axes, values, _colours((*HEAT, 0), (*HEAT, 1)), low, high)
+    return cells(axes, values, [(0, (*HEAT, 0)), (1, (*HEAT, 1))], low, high)
 
 
 def deviations(axes: Axes, ratio: np.ndarray, **options: Any) -> ScalarMappable:
     """Draw cells of ratios to a target: clear at 1, blue at 2 and above, orange at ½ and below, grey if missing."""
-    colours = _colours((*ORANGE, 1), (*ORANGE, 0), (*HEAT, 0), (*HEAT, 1)).with_extremes(bad=(*GREY, 0.3))
+    colours = [(0, (*ORANGE, 1)), (0.5, (*ORANGE, 0)), (0.5, (*HEAT, 0)), (1, (*HEAT, 1))]
     with np.errstate(divide="ignore"):
         return cells(axes, np.log2(ratio), colours, -1, 1, **options)
 
 
-def cells(axes: Axes, values: np.ndarray, colours: Colormap, low: float, high: float, **options: Any) -> ScalarMappable:
-    """Draw values (rows, columns) in colours that range from `low` to `high`, framed, since some may be clear."""
-    axes.grid(False)
-    axes.spines[:].set_visible(True)
-    return axes.imshow(values, colours, vmin=low, vmax=high, aspect="auto", interpolation="none", **options)
+def cells(
+    axes: Axes, values: np.ndarray, colours: Sequence[tuple[float, Any]], low: float, high: float, **options: Any
+) -> ScalarMappable:
+    """Draw values (rows, columns), framed, since some may be clear; missing values are grey.
 
-
-def _colours(*stops: tuple[float, float, float, float]) -> Colormap:
-    """Return a colour scale through RGBA colours; if there are four, the middle two meet in the middle of the scale."""
+    colours: RGBA by place from `low` (0) to `high` (1).
+    """
     from matplotlib.colors import LinearSegmentedColormap
 
-    places = (0, 1) if len(stops) == 2 else (0, 0.5, 0.5, 1)
-    return LinearSegmentedColormap.from_list("", list(zip(places, stops, strict=True)))
+    axes.grid(False)
+    axes.spines[:].set_visible(True)
+    scale = LinearSegmentedColormap.from_list("", colours).with_extremes(bad=(*GREY, 0.3))
+    return axes.imshow(values, scale, vmin=low, vmax=high, aspect="auto", interpolation="none", **options)
 
 
 def colour_scale(every: Sequence[Axes], colours: ScalarMappable, ticks: Mapping[float, str]) -> Axes:
