@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,21 +15,15 @@ from torch import Tensor
 from expert_threshold.analysis.measures import (
     best_expert_choice,
     best_token_choice,
-    dice,
+    consistency,
     expert_token_ratio,
-    jaccard,
-    joint_jsd,
     load_spread,
     mutual_information,
     routing_objective,
-    total_variation,
-    weighted_dice,
-    weighted_jaccard,
 )
 
-Pair = Callable[[Tensor, Tensor], float]
-OVERLAPS: list[Pair] = [weighted_jaccard, weighted_dice, jaccard, dice]  # 1 if equal
-DISTANCES: list[Pair] = [joint_jsd, total_variation]  # 0 if equal
+OVERLAPS = ["weighted_jaccard", "weighted_dice", "jaccard", "dice"]  # 1 if equal
+DISTANCES = ["joint_jsd", "total_variation"]  # 0 if equal
 
 
 def routed(*layers: list[set[int]], experts: int = 4) -> Tensor:
@@ -54,28 +47,26 @@ A = routed([{0, 1}, {0, 1}, {2}, {3}])
 B = routed([{0, 1}, {1, 2}, {2, 3}, {0}])
 
 
-@pytest.mark.parametrize(
-    ("measure", "value"),
-    [
-        (weighted_jaccard, 4 / 9),  # 4 edges in common of 6 + 7 − 4
-        (weighted_dice, 8 / 13),
-        (jaccard, (1 + 1 / 3 + 1 / 2 + 0) / 4),
-        (dice, (1 + 1 / 2 + 2 / 3 + 0) / 4),
-        # {2} against {2, 3}: M = (3/4, 1/4), ½·log2(4/3) + ½·(½·log2(2/3) + ½·log2(2)) = 3/4·log2(4/3)
-        (joint_jsd, (0 + 1 / 2 + 0.75 * math.log2(4 / 3) + 1) / 4),
-        (total_variation, (0 + 1 / 2 + 1 / 2 + 1) / 4),
-    ],
-)
-def test_a_measure_of_two_assignments_has_the_value_worked_by_hand(measure: Pair, value: float) -> None:
-    assert measure(A, B) == pytest.approx(value, abs=1e-12)
+def test_measures_of_two_assignments_have_the_values_worked_by_hand() -> None:
+    assert consistency(A, B) == pytest.approx(
+        {
+            "weighted_jaccard": 4 / 9,  # 4 edges in common of 6 + 7 − 4
+            "weighted_dice": 8 / 13,
+            "jaccard": (1 + 1 / 3 + 1 / 2 + 0) / 4,
+            "dice": (1 + 1 / 2 + 2 / 3 + 0) / 4,
+            # {2} against {2, 3}: M = (3/4, 1/4), ½·log2(4/3) + ½·(½·log2(2/3) + ½·log2(2)) = 3/4·log2(4/3)
+            "joint_jsd": (0 + 1 / 2 + 0.75 * math.log2(4 / 3) + 1) / 4,
+            "total_variation": (0 + 1 / 2 + 1 / 2 + 1) / 4,
+        },
+        abs=1e-12,
+    )
 
 
-@pytest.mark.parametrize(("measures", "same"), [(OVERLAPS, 1), (DISTANCES, 0)])
-def test_empty_sets_follow_the_papers_conventions(measures: list[Pair], same: float) -> None:
+def test_empty_sets_follow_the_papers_conventions() -> None:
     empty, some = routed([set(), set()]), routed([{1}, {0, 1, 2}])
-    for measure in measures:
-        assert measure(empty, empty) == same
-        assert measure(empty, some) == measure(some, empty) == 1 - same
+    alike, apart, swapped = consistency(empty, empty), consistency(empty, some), consistency(some, empty)
+    for names, same in ((OVERLAPS, 1), (DISTANCES, 0)):
+        assert all(alike[name] == same and apart[name] == swapped[name] == 1 - same for name in names)
 
 
 @given(assignments(2))
@@ -83,13 +74,13 @@ def test_measures_are_symmetric_between_0_and_1_and_at_their_best_for_equal_assi
     pair: list[Tensor],
 ) -> None:
     a, b = pair
-    for measures, same in ((OVERLAPS, 1), (DISTANCES, 0)):
-        for measure in measures:
-            value = measure(a, b)
-            assert value == pytest.approx(measure(b, a), abs=1e-12)
-            assert -1e-12 <= value <= 1 + 1e-12
-            assert measure(a, a) == same
-            assert (value == pytest.approx(same, abs=1e-9)) == a.equal(b)
+    there, back, alike = consistency(a, b), consistency(b, a), consistency(a, a)
+    assert there == pytest.approx(back, abs=1e-12)
+    for names, same in ((OVERLAPS, 1), (DISTANCES, 0)):
+        for name in names:
+            assert -1e-12 <= there[name] <= 1 + 1e-12
+            assert alike[name] == same
+            assert (there[name] == pytest.approx(same, abs=1e-9)) == a.equal(b)
 
 
 @given(assignments(2))
@@ -105,8 +96,9 @@ def test_divergences_are_those_of_the_distributions_written_out(pair: list[Tenso
         kl = [(torch.xlogy(x, x) - torch.xlogy(x, m)).sum() / math.log(2) for x in (p, q)]
         jsd.append(float(sum(kl)) / 2)
         tv.append(float((p - q).abs().sum()) / 2)
-    assert joint_jsd(*pair) == pytest.approx(sum(jsd) / len(jsd), abs=1e-12)
-    assert total_variation(*pair) == pytest.approx(sum(tv) / len(tv), abs=1e-12)
+    found = consistency(*pair)
+    assert found["joint_jsd"] == pytest.approx(sum(jsd) / len(jsd), abs=1e-12)
+    assert found["total_variation"] == pytest.approx(sum(tv) / len(tv), abs=1e-12)
 
 
 def test_expert_token_ratio_is_the_share_of_tokens_that_each_expert_got() -> None:

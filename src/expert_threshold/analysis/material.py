@@ -78,7 +78,7 @@ class Material:
     def compared(self) -> list[list[Run]]:
         """The runs of each method, without ablations of the shared expert or the norm unless there is nothing else."""
         every = list(self.methods.values())
-        return [runs for runs in every if runs[0].ordinary] or every
+        return [runs for runs in every if runs[0].model.shared_experts and not runs[0].model.gate_norm] or every
 
     @cached_property
     def first_runs(self) -> list[Run]:

@@ -14,60 +14,33 @@ from torch import Tensor
 from ..routing import bounds, kth_largest, take
 
 
-def weighted_jaccard(a: Tensor, b: Tensor) -> float:
-    """Return |E_A ∩ E_B| / |E_A ∪ E_B| over the edges of all layers and tokens; 1 without edges.
+def consistency(a: Tensor, b: Tensor) -> dict[str, float]:
+    """Return six measures of how alike two assignments of the same tokens are (paper, Routing Consistency Sweep).
 
-    See the paper, Routing Consistency Sweep, for this and the next five measures.
+    weighted_jaccard: |E_A ∩ E_B| / |E_A ∪ E_B| over the edges E of all layers and tokens; 1 without edges.
+    weighted_dice: 2 |E_A ∩ E_B| / (|E_A| + |E_B|); 1 without edges.
+    The others are means over layers and tokens, of the sets A_t and B_t of a token's experts:
+    jaccard, dice: the same of A_t and B_t; 1 if both are empty.
+    joint_jsd: the Jensen-Shannon divergence of uniform choices from A_t and from B_t, in bits, so 1 if the sets are
+    disjoint or only one is empty, and 0 if both are.
+    total_variation: ½ Σ_i |P_t(i) − Q_t(i)| of the same choices; 0 if both sets are empty, and 1 if only one is.
     """
-    common, first, second = (sizes.sum() for sizes in _sizes(a, b))
-    return _ratio(common, first + second - common).item()
-
-
-def weighted_dice(a: Tensor, b: Tensor) -> float:
-    """Return 2 |E_A ∩ E_B| / (|E_A| + |E_B|) over the edges of all layers and tokens; 1 without edges."""
-    common, first, second = (sizes.sum() for sizes in _sizes(a, b))
-    return _ratio(2 * common, first + second).item()
-
-
-def jaccard(a: Tensor, b: Tensor) -> float:
-    """Return the mean over layers and tokens of |A_t ∩ B_t| / |A_t ∪ B_t|; 1 for a token with no expert in either."""
-    common, first, second = _sizes(a, b)
-    return _ratio(common, first + second - common).mean().item()
-
-
-def dice(a: Tensor, b: Tensor) -> float:
-    """Return the mean over layers and tokens of 2 |A_t ∩ B_t| / (|A_t| + |B_t|); 1 for a token with no experts."""
-    common, first, second = _sizes(a, b)
-    return _ratio(2 * common, first + second).mean().item()
-
-
-def joint_jsd(a: Tensor, b: Tensor) -> float:
-    """Return the mean over layers and tokens of the Jensen-Shannon divergence of uniform choices from A_t and from B_t.
-
-    The unit is bits, so it is 1 for disjoint sets and for an empty and a nonempty set, and 0 for two empty sets.
-    """
-    common, first, second = _sizes(a, b)
-    p, q = 1 / first.clamp(min=1), 1 / second.clamp(min=1)  # the mass of one expert
-    apart = (1 - common * p) + (1 - common * q)  # experts of one set only: log2(p / m) = 1
-    shared = common * (p * (2 * p / (p + q)).log2() + q * (2 * q / (p + q)).log2())
-    return torch.where(first + second > 0, (apart + shared) / 2, 0).mean().item()
-
-
-def total_variation(a: Tensor, b: Tensor) -> float:
-    """Return the mean over layers and tokens of ½ Σ_i |P_t(i) − Q_t(i)|, with P_t and Q_t uniform over A_t and B_t.
-
-    It is 0 for a token with no expert in either, and 1 if only one of them has experts.
-    """
-    common, first, second = _sizes(a, b)
-    return (1 - _ratio(common, torch.maximum(first, second))).mean().item()
-
-
-def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return |A_t ∩ B_t|, |A_t| and |B_t|, float64 (layers, tokens), from which all six measures follow."""
     assert a.shape == b.shape, f"assignments of the same tokens, not {a.shape} and {b.shape}"
     assert a.dtype == b.dtype == torch.bool
     assert a.numel(), "no token"
-    return (a & b).sum(-1).double(), a.sum(-1).double(), b.sum(-1).double()
+    common, first, second = (z.sum(-1).double() for z in (a & b, a, b))
+    edges, of_a, of_b = common.sum(), first.sum(), second.sum()
+    p, q = 1 / first.clamp(min=1), 1 / second.clamp(min=1)  # the mass of one expert
+    apart = (1 - common * p) + (1 - common * q)  # experts of one set only: log2(p / m) = 1
+    shared = common * (p * (2 * p / (p + q)).log2() + q * (2 * q / (p + q)).log2())
+    return {
+        "weighted_jaccard": _ratio(edges, of_a + of_b - edges).item(),
+        "weighted_dice": _ratio(2 * edges, of_a + of_b).item(),
+        "jaccard": _ratio(common, first + second - common).mean().item(),
+        "dice": _ratio(2 * common, first + second).mean().item(),
+        "joint_jsd": torch.where(first + second > 0, (apart + shared) / 2, 0).mean().item(),
+        "total_variation": (1 - _ratio(common, torch.maximum(first, second))).mean().item(),
+    }
 
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:

@@ -114,11 +114,6 @@ class Run:
         return {"method": self.method, "kind": self.kind}
 
     @property
-    def ordinary(self) -> bool:
-        """True if the run has a shared expert and no fanout norm; other runs have separate figures."""
-        return self.model.shared_experts > 0 and self.model.gate_norm is None
-
-    @property
     def layers(self) -> list[int]:
         """The layers with experts."""
         return [] if self.model.rule is None else list(range(self.model.dense_layers, self.model.layers))

@@ -133,21 +133,18 @@ class Comparison(NamedTuple):
         config = next(iter(self.configs.values()))
         cost, corpus = costs(config), Path(config.data.source).name
         here = machine(pick_device(config.train.device), config.train.threads)
-        machines = [run.config["machine"] | {"torch": run.config["versions"]["torch"]} for run in runs] or [here]
-        made_on = "; ".join(dict.fromkeys(_describe(machine) for machine in machines))
+        machines = [(run.config["machine"], f", torch {run.config['versions']['torch']}") for run in runs] or [
+            (here, "")
+        ]
+        made_on = dict.fromkeys(f"{m['gpu'] or m['cpu']}, threads: {m['threads']}{torch}" for m, torch in machines)
         return (
             f"{self.start} on {corpus}: {cost['steps']:,} steps of {cost['tokens_per_step']:,} tokens = "
-            f"{short(cost['tokens'])} tokens; {made_on}{several_versions(runs)}"
+            f"{short(cost['tokens'])} tokens; {'; '.join(made_on)}{several_versions(runs)}"
         )
 
 
 def _dtype(runs: Sequence[Run]) -> str | None:
     return runs[0].config["train"]["dtype"] if runs else None
-
-
-def _describe(machine: Mapping[str, Any]) -> str:
-    made_with = f", torch {machine['torch']}" if "torch" in machine else ""
-    return f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}{made_with}"
 
 
 def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:

@@ -319,11 +319,9 @@ class Sweep:
                 else:
                     loss = made.loss
                 state = TrialState.COMPLETE
-        except optuna.TrialPruned as pruned:
-            state, attributes = TrialState.PRUNED, attributes | {"state": "pruned", "reason": str(pruned)}
-        except DivergedError as error:
-            reason = str(error).partition(";")[0]
-            state, attributes = TrialState.PRUNED, attributes | {"state": "diverged", "reason": reason}
+        except (optuna.TrialPruned, DivergedError) as error:
+            how, reason = "diverged" if isinstance(error, DivergedError) else "pruned", str(error).partition(";")[0]
+            state, attributes = TrialState.PRUNED, attributes | {"state": how, "reason": reason}
         except (MemoryError, RuntimeError, TypeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -46,7 +46,6 @@ def fanout_by_position(material: Material, run: Run) -> Data:
 
 
 def draw_fanout_by_position(data: Data) -> Figure:
-    """Draw mean fanout over the position in the window, on a logarithmic axis."""
     figure, axes = _by_layer(data, "position in the window", FANOUT, shift=1)
     last = array(data["methods"][0]["x"])[-1]
     ticks = [4**power for power in range(9) if 4**power <= last + 1]
@@ -79,7 +78,6 @@ def fanout_by_loss(material: Material, run: Run) -> Data:
 
 
 def draw_fanout_by_loss(data: Data) -> Figure:
-    """Draw mean fanout over the mean loss of each bin."""
     figure, axes = _by_layer(data, "loss (nats)", FANOUT)
     axes.set_ylim(bottom=0)
     return figure
@@ -113,7 +111,6 @@ def loss_by_fanout(material: Material, run: Run) -> Data:
 
 
 def draw_loss_by_fanout(data: Data) -> Figure:
-    """Draw mean loss over fanout."""
     figure, axes = _by_layer(data, FANOUT, "loss (nats)")
     whole_ticks(axes.xaxis)
     return figure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from itertools import combinations_with_replacement
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..material import Material
-from ..measures import dice, jaccard, joint_jsd, total_variation, weighted_dice, weighted_jaccard
+from ..measures import consistency
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import each
@@ -20,10 +19,6 @@ from .plot import colour_scale, heat, method_panels
 from .study import Study, of_each_method
 from .style import INK, SMALL, WIDE, Figure
 
-MEASURES: dict[str, Callable[[Tensor, Tensor], float]] = {
-    measure.__name__: measure
-    for measure in (weighted_jaccard, weighted_dice, jaccard, dice, joint_jsd, total_variation)
-}
 MOST = 6
 """The maximum number of checkpoints compared, evenly spaced."""
 
@@ -41,15 +36,15 @@ def routing_consistency(material: Material, run: Run) -> Data:
         trace = material.trace(run, "start", step)
         return torch.stack([trace.assignment(layer) for layer in trace.layers])
 
-    found: dict[str, Any] = {name: np.zeros((len(steps), len(steps))) for name in MEASURES}
+    found: dict[str, Any] = {}
     for i, j in combinations_with_replacement(range(len(steps)), 2):
-        for name, measure in MEASURES.items():
-            found[name][i, j] = found[name][j, i] = measure(assignment(steps[i]), assignment(steps[j]))
+        for name, value in consistency(assignment(steps[i]), assignment(steps[j])).items():
+            matrix = found.setdefault(name, np.zeros((len(steps), len(steps))))
+            matrix[i, j] = matrix[j, i] = value
     return {"steps": steps, **found}
 
 
 def draw_matrices(measure: str, data: Data) -> Figure:
-    """Draw a measure between all pairs of checkpoints, with a heatmap for each method."""
     methods = data["methods"]
     values = np.concatenate([array(entry[measure]).ravel() for entry in methods])
     low, high = values.min(), values.max()

@@ -173,7 +173,6 @@ def warmup(material: Material) -> Data:
 
 
 def draw_warmup(data: Data) -> Figure:
-    """Draw the first steps with and without warmup: cutoffs, usage, starvation, and the spread of scores and gates."""
     methods = data["methods"]
     faint: dict[str, Any] = {"color": MUTED, "alpha": 0.5, "linewidth": 0.8}
     key = {**method_strokes(methods), "batch cutoff": faint, "target": TARGET, "warmup ends": WARMUP}
@@ -298,7 +297,6 @@ def cutoffs_and_biases(material: Material) -> Data:
 
 
 def draw_cutoffs_and_biases(data: Data) -> Figure:
-    """Draw each expert's cutoff or negated bias over steps, with a panel per method and a colour per expert."""
     methods = data["methods"]
     titles = [f"{entry['method']}, {'cutoffs' if entry['of'] == 'cutoff' else '− bias'}" for entry in methods]
     colours = [stroke["color"] for stroke in strokes(methods)]

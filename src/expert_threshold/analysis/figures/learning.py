@@ -22,7 +22,7 @@ from ..results import over_seeds
 from ..sentences import counted, each, listed, pool_size, short, signed
 from .plot import draw_key, marker, method_panels, method_strokes, name_lines, panels, single, smooth, step_axis
 from .study import Study, over_methods
-from .style import INK, KINDS, METHODS, MUTED, NARROW, WIDE, Axes, Figure, strokes
+from .style import DASHED, INK, KINDS, METHODS, MUTED, NARROW, WIDE, Axes, Figure, strokes
 
 TOKENS = "tokens trained on"
 
@@ -109,7 +109,6 @@ def token_multiple(material: Material) -> Data:
 
 
 def draw_token_multiple(data: Data) -> Figure:
-    """Draw the tokens that the reference needs divided by the tokens that each method needs for the same loss."""
     title, x = f"tokens of {data['reference']} / tokens, at equal loss", f"tokens {data['reference']} was trained on"
     figure = _curves(data["methods"], [], title, "{:.2f}", 2, x)
     figure.axes[0].axhline(1, color=MUTED, linewidth=0.8)
@@ -140,12 +139,9 @@ def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
 def batch_size_scaling(material: Material) -> Data:
     """Collect losses, and CORE where measured, by pool size in training, together with rules without pools."""
     entries: list[dict[str, Any]] = []
-    for first, *others in material.compared:
-        losses = [
-            (late_loss(s.train), found[-1][1])
-            for s in (first, *others)
-            if (found := finite(series(s.validation, "loss")))
-        ]
+    for runs in material.compared:
+        ends = [(late_loss(run.train), finite(series(run.validation, "loss"))[-1:]) for run in runs]
+        losses, first = [(train, last[0][1]) for train, last in ends if last], runs[0]
         if first.layers and first.has_cutoffs and losses:
             train, validation = zip(*losses, strict=True)
             pool = first.pool if first.rule.looks_ahead else None
@@ -229,13 +225,7 @@ def train_against_validation(material: Material) -> Data:
 
 def draw_train_against_validation(data: Data) -> Figure:
     """Draw the last two thirds of each method's training loss, as a moving mean, and validation loss."""
-    causal: dict[str, Any] = {
-        "color": INK,
-        "linestyle": (0, (3, 1.5)),
-        "linewidth": 1,
-        "marker": "o",
-        "markersize": 2.5,
-    }
+    causal = DASHED | {"marker": "o", "markersize": 2.5}
     pools: dict[str, Any] = {
         "color": INK,
         "linestyle": "none",
@@ -277,14 +267,7 @@ def say_train_against_validation(data: Data) -> str:
     return " ".join(said if gaps else [none, *said])
 
 
-def _curves(
-    methods: Sequence[Data],
-    others: Sequence[Data],
-    title: str,
-    number: str,
-    height: float,
-    x: str,
-) -> Figure:
+def _curves(methods: Sequence[Data], others: Sequence[Data], title: str, number: str, height: float, x: str) -> Figure:
     """Draw a line for each method, labelled with its name and last number, in front of the others in grey."""
     figure, axes = single(WIDE, height, title)
     grey: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "alpha": 0.4}

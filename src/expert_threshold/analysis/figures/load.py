@@ -46,7 +46,6 @@ def load_balance(material: Material, run: Run) -> Data:
 
 
 def draw_load_balance(data: Data) -> Figure:
-    """Draw the largest load / mean load over layers, on a logarithmic axis."""
     figure, axes = single(NARROW, 2, "largest load / mean load", "layer")
     drawn = [
         axes.plot(entry["layers"], array(entry["spread"]), **stroke, marker="o")[0]

@@ -17,7 +17,7 @@ from ..records import Run
 from ..sentences import each, listed, signed
 from .plot import log_ticks, method_panels, method_strokes, panels
 from .study import Study, of_each_method
-from .style import GRID, INK, MUTED, SMALL, WIDE, Figure, strokes
+from .style import DASHED, GRID, INK, MUTED, SMALL, WIDE, Figure, strokes
 
 SEQUENCES, TOKENS = 3, 16
 """The number of sequences of a trace that are shown, and of tokens of each."""
@@ -81,8 +81,7 @@ def draw_rules_overview(data: Data) -> Figure:
     values = np.concatenate([scores, *(array(rule["cutoff"]) for rule in data["rules"])])
     low, high = values.min(), values.max()
     floor, room = low - 0.05 * (high - low), high - low
-    dashed: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (3, 1.2))}
-    key = {"cutoff that scores are compared with": dashed}
+    key = {"cutoff that scores are compared with": DASHED}
     label = f"score, layer {data['layer']} expert {data['expert']}"
     figure, every = method_panels(WIDE, data["rules"], 1.7, "tokens", label, key=key)
     spans = place.reshape(sequences, tokens)
@@ -91,7 +90,7 @@ def draw_rules_overview(data: Data) -> Figure:
         for chosen, colour in ((~taken, GRID), (taken, stroke["color"])):
             axes.bar(place[chosen], scores.ravel()[chosen] - floor, bottom=floor, width=0.9, color=colour)
         for span, cutoff, counted in zip(spans, array(rule["cutoff"]), rule["taken"], strict=True):
-            axes.stairs(cutoff, np.append(span - 0.5, span[-1] + 0.5), baseline=None, **dashed)
+            axes.stairs(cutoff, np.append(span - 0.5, span[-1] + 0.5), baseline=None, **DASHED)
             axes.text(span.mean(), high + 0.03 * room, sum(counted), ha="center", color=MUTED, fontsize=SMALL)
         axes.tick_params(axis="x", length=0)
         axes.grid(False)
@@ -139,8 +138,7 @@ def cutoff_law(material: Material, run: Run) -> Data:
 def draw_cutoff_law(data: Data) -> Figure:
     """Draw the spread of the k-th largest score over pool size, on logarithmic axes. Dashed: independent tokens."""
     methods = data["methods"]
-    law: dict[str, Any] = {"color": INK, "linestyle": (0, (3, 1.5)), "linewidth": 1}
-    key = {**method_strokes(methods), "law of 1/√N": law}
+    key = {**method_strokes(methods), "law of 1/√N": DASHED}
     titles = ["pools of single tokens", "pools of text, as in training"]
     figure, every = panels(WIDE, titles, 2, "tokens in the pool", "std of the k-th score\n/ std of scores", key=key)
     # Methods with the same share and pool sizes should follow the same law, which is drawn once.
@@ -151,7 +149,7 @@ def draw_cutoff_law(data: Data) -> Figure:
             axes.plot(entry["tokens"], array(entry[name]), **stroke, marker="o", linewidth=1.2)
     for axes in every:
         for (_, tokens), laws in alike.items():
-            axes.plot(tokens, np.exp(np.mean(np.log(laws), axis=0)), **law)
+            axes.plot(tokens, np.exp(np.mean(np.log(laws), axis=0)), **DASHED)
     sizes = sorted({size for entry in methods for size in entry["tokens"]})
     ticks = sizes[:: -(-len(sizes) // 6)]
     every[0].set_xscale("log", base=2)  # shared, like the settings below
@@ -180,9 +178,6 @@ def _spreads(
     tokens = len(scores)
     unit = scores.std(0).clamp(min=1e-12).numpy()
 
-    def token_by_token(size: int) -> Tensor:
-        return torch.randint(tokens, (size,), generator=generator)
-
     def by_text(size: int) -> Tensor:
         length = min(size, context)
         windows = torch.randint(tokens // context, (-(-size // length), 1), generator=generator)
@@ -202,7 +197,8 @@ def _spreads(
     low, high = np.quantile(scores.numpy(), [1 - share - step, 1 - share + step], axis=0)
     density = 2 * step / np.maximum(high - low, 1e-12)
     law = [np.sqrt(share * (1 - share) / size) / density / unit for size in sizes]
-    return spread(token_by_token), spread(by_text), np.stack(law)
+    by_token = spread(lambda size: torch.randint(tokens, (size,), generator=generator))
+    return by_token, spread(by_text), np.stack(law)
 
 
 def _slope(sizes: Sequence[int], spreads: np.ndarray) -> float:

@@ -51,7 +51,6 @@ def specialisation(material: Material) -> Data:
 
 
 def draw_specialisation(data: Data) -> Figure:
-    """Draw the share of a domain's tokens by expert and layer, with a panel for each method and domain."""
     methods = data["methods"]
     most = max(array(list(entry["ratios"].values())).max() for entry in methods)
     layers = max(len(entry["layers"]) for entry in methods)

@@ -55,6 +55,7 @@ METHODS = [
 KINDS = {name: METHODS[method.colour] for name, method in OF_PAPER.items() if method.colour is not None}
 ONE_LAYER: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (3, 1.5)), "alpha": 0.75}  # of many
 WARMUP: dict[str, Any] = {"color": MUTED, "linewidth": 0.7, "linestyle": (0, (2, 2))}  # the end of warmup
+DASHED: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (3, 1.5))}
 TARGET: dict[str, Any] = {"color": INK, "linewidth": 0.7, "linestyle": (0, (2, 2))}  # a target
 DASHES = ("-", (0, (4, 1.6)), (0, (1, 1.4)), (0, (5, 1.4, 1, 1.4)))  # for methods of the same kind
 

@@ -22,7 +22,6 @@ LATE = 0.75
 
 
 def draw_loss(run: Run) -> Figure:
-    """Draw cross-entropy over steps: training, raw and smoothed, and validation."""
     figure, axes = plot.single(WIDE, 2, "cross-entropy (nats per token)")
     raw = series(run.train, "cross_entropy")
     plot.line(axes, raw, label="training", **RAW)
@@ -68,7 +67,6 @@ def layer_lines(key: str, run: Run, split: str = "train") -> dict[str, list[tupl
 
 
 def draw_usage(run: Run) -> Figure:
-    """Draw the usage of every expert over steps, as a multiple of the target."""
     shares = expert_series(run.train, "usage")
     figure, every = plot.panels(WIDE, [f"layer {layer}, expert" for layer in shares], 1.5, least=1.4)
     for axes, (steps, values) in zip(every, shares.values(), strict=True):
@@ -119,7 +117,6 @@ def say_load_spread(run: Run) -> str:
 
 
 def draw_fanout(run: Run) -> Figure:
-    """Draw the share of tokens by fanout in the last validation, for each layer."""
     shares = {layer: np.array(tokens) / max(sum(tokens), 1) for layer, tokens in run.fanout_counts.items()}
     titles = [f"layer {layer}, % of tokens" for layer in shares]
     figure, every = plot.panels(WIDE, titles, 1.2, "routed experts of a token")
