@@ -133,10 +133,11 @@ class Comparison(NamedTuple):
         config = next(iter(self.configs.values()))
         cost, corpus = costs(config), Path(config.data.source).name
         here = machine(pick_device(config.train.device), config.train.threads)
-        machines = [(run.config["machine"], f", torch {run.config['versions']['torch']}") for run in runs] or [
-            (here, "")
-        ]
-        made_on = dict.fromkeys(f"{m['gpu'] or m['cpu']}, threads: {m['threads']}{torch}" for m, torch in machines)
+        machines = [run.config["machine"] | {"torch": run.config["versions"]["torch"]} for run in runs] or [here]
+        made_on = dict.fromkeys(
+            f"{m['gpu'] or m['cpu']}, threads: {m['threads']}" + (f", torch {m['torch']}" if "torch" in m else "")
+            for m in machines
+        )
         return (
             f"{self.start} on {corpus}: {cost['steps']:,} steps of {cost['tokens_per_step']:,} tokens = "
             f"{short(cost['tokens'])} tokens; {'; '.join(made_on)}{several_versions(runs)}"
