@@ -15,7 +15,7 @@ from ..model import parameter_counts
 from .figures.study import Study
 from .figures.style import Figure, style
 from .material import Material
-from .methods import legend, options
+from .methods import legend
 from .page import (
     Exhibit,
     exhibit,
@@ -86,7 +86,7 @@ def render(material: Material, entries: dict[str, list[Exhibit]], partly: Sequen
             *(exhibits(title, found) for title, found in entries.items()),
             _results(material),
             _runs(material.runs, out),
-            options_that_differ({method: options(runs[0]) for method, runs in material.methods.items()}),
+            options_that_differ(material.runs),
             left_out([*chain.from_iterable(entries.values()), *partly, *runs]),
         ],
     )
@@ -128,5 +128,4 @@ def _runs(runs: Sequence[Run], out: Path) -> str:
                 short(parameters["active"]),
             )
         )
-    reports = {f"{s.method}, seed {s.config['train']['seed']}": s.folder.report for s in runs}
-    return section("Runs", table(head, rows, "Runs"), links(reports, out))
+    return section("Runs", table(head, rows, "Runs"), links(runs, out))

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,10 @@ import numpy as np
 
 from ..files import replace_file
 from .figures.style import NARROW, THEME, Figure, style
+from .methods import options
 from .plain import NotShownError, plain
+from .records import Run
+from .results import by_method
 
 
 class Exhibit(NamedTuple):
@@ -148,17 +151,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "Table
     )
 
 
-def options_that_differ(options: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a section with the options in which the methods differ; empty if they do not. options: by method."""
-    names = dict.fromkeys(name for each in options.values() for name in each)
-    values = {name: [str(each.get(name, "–")) for each in options.values()] for name in names}
-    rows = [[name, *each] for name, each in values.items() if len(set(each)) > 1]
-    title = "Options that differ"
-    return section(title, table(["option", *options], rows, title) if rows else "")
+def options_that_differ(runs: Sequence[Run]) -> str:
+    """Return a section with the options in which the methods of the runs differ; empty if they do not."""
+    each = {method: options(same[0]) for method, same in by_method(runs).items()}
+    names = dict.fromkeys(name for own in each.values() for name in own)
+    rows = [[name, *(str(own.get(name, "–")) for own in each.values())] for name in names]
+    title, rows = "Options that differ", [row for row in rows if len(set(row[1:])) > 1]
+    return section(title, table(["option", *each], rows, title) if rows else "")
 
 
-def links(pages: Mapping[str, Path], folder: Path) -> str:
-    """Return links from a page in `folder` to the pages that exist."""
+def links(runs: Sequence[Run], folder: Path, **others: Path) -> str:
+    """Return links from a page in `folder` to the reports of the runs, and to others by name, that exist."""
+    pages = {f"{run.method}, seed {run.seed}": run.folder.report for run in runs} | others
     found = {name: os.path.relpath(path.resolve(), folder.resolve()) for name, path in pages.items() if path.is_file()}
     items = "".join(f'<a href="{quote(path)}">{escape(name)}</a>' for name, path in found.items())
     return f'<nav aria-label="Reports">{items}</nav>' if items else ""

@@ -11,7 +11,6 @@ from statistics import fmean, mean, median
 from ..analysis.figures.learning import draw_losses
 from ..analysis.figures.plot import Strokes, draw_key, rows_of
 from ..analysis.figures.style import GRID, INK, METHODS, MUTED, WIDE, Figure
-from ..analysis.methods import options
 from ..analysis.page import exhibit, exhibits, links, options_that_differ, page, save_figure, section, table, text
 from ..analysis.plain import Data
 from ..analysis.records import Result
@@ -51,10 +50,8 @@ def write_page(findings: Findings, folder: Path) -> list[str]:
     body = [f"<header><h1>Comparison</h1>{text(findings.headline)}</header>"]
     for title, (head, lines, note) in zip(titles, findings.tables(str), strict=True):
         body.append(section(title, table(head, lines, title), text(note, muted=True) if note else ""))
-    reports = {f"{run.method}, seed {run.seed}": run.folder.report for run in findings.runs}
-    reports["Analysis"] = folder / "analysis" / "report.html"
-    differing = options_that_differ({method: options(runs[0]) for method, runs in by_method(findings.runs).items()})
-    content = page("Comparison", [*body, exhibits("Figures", shown), differing, links(reports, folder)])
+    ends = [options_that_differ(findings.runs), links(findings.runs, folder, Analysis=folder / "analysis/report.html")]
+    content = page("Comparison", [*body, exhibits("Figures", shown), *ends])
     replace_file(folder / "compare.html", content.encode())
     return files
 
