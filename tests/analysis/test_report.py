@@ -240,7 +240,7 @@ def test_a_figure_that_fails_is_named_and_the_others_are_shown(
     def fail(*_: object, **__: object) -> Figure:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(training, "deviations", fail)
+    monkeypatch.setattr(training.plot, "deviations", fail)
     said: list[str] = []
     page = Page(write_report(run(), said.append).read_text(encoding="utf-8"))
     assert set(page.texts["h3"]) == FIGURES["expert_threshold"]
