@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from html import escape
-from itertools import chain
 from pathlib import Path
 
 from ..files import replace_file, to_json
@@ -55,8 +54,24 @@ def write_atlas(material: Material, out: Path, studies: Sequence[Study], say: Ca
     failed = [entry.caption for entry in every if entry.failed]
     if failed and all(entry.figure is None for entry in every):
         raise ValueError(failed[0])
+    methods = ", ".join(material.methods)
+    title = f"{counted(len(material.runs), 'run')} of {counted(len(material.methods), 'method')}"
+    runs = [Exhibit(f"Run {path}", why) for path, why in material.selection.left_out.items()]
+    content = page(
+        f"Analysis of {methods}",
+        [
+            f"<header><h1>{escape(title)}</h1>{_incomplete(material)}"
+            f"{text(legend(material.runs), muted=True)}</header>",
+            as_html(),
+            *(exhibits(section, found) for section, found in entries.items()),
+            _results(material),
+            _runs(material.runs, out),
+            options_that_differ(material.runs),
+            left_out([*every, *partly, *runs]),
+        ],
+    )
     report = out / "report.html"
-    replace_file(report, render(material, entries, partly, out).encode(errors="replace"))
+    replace_file(report, content.encode(errors="replace"))
     return report
 
 
@@ -70,26 +85,6 @@ def save(study: Study, material: Material, out: Path, partly: list[Exhibit]) -> 
         reasons.setdefault(reason, []).append(method)
     partly += [Exhibit(f"{study.title} of {listed(names)}", reason) for reason, names in reasons.items()]
     return study.say(data), save_figure(partial(study.draw, data), out / study.name)
-
-
-def render(material: Material, entries: dict[str, list[Exhibit]], partly: Sequence[Exhibit], out: Path) -> str:
-    """Return the page: figures, tables, and the list of omissions."""
-    methods = list(material.methods)
-    title = f"{counted(len(material.runs), 'run')} of {counted(len(methods), 'method')}"
-    runs = [Exhibit(f"Run {path}", why) for path, why in material.selection.left_out.items()]
-    return page(
-        f"Analysis of {', '.join(methods)}",
-        [
-            f"<header><h1>{escape(title)}</h1>{_incomplete(material)}"
-            f"{text(legend(material.runs), muted=True)}</header>",
-            as_html(),
-            *(exhibits(title, found) for title, found in entries.items()),
-            _results(material),
-            _runs(material.runs, out),
-            options_that_differ(material.runs),
-            left_out([*chain.from_iterable(entries.values()), *partly, *runs]),
-        ],
-    )
 
 
 def _incomplete(material: Material) -> str:

@@ -25,31 +25,28 @@ def write_report(folder: RunFolder, say: Callable[[str], None] = lambda line: No
 
     Raises ValueError with the remedy if a record is damaged or matplotlib is missing, and OSError if the disk is full.
     """
-    # A path in config.json may contain bytes that are not UTF-8.
-    replace_file(folder.report, report(read_run(folder), say).encode(errors="replace"))
-    return folder.report
-
-
-def report(run: Run, say: Callable[[str], None]) -> str:
-    """Return the self-contained page. Raises ValueError with the remedy if matplotlib is missing."""
+    run = read_run(folder)
     chosen = {"Learning": list(drawn(LEARNING, run)), "Routing": list(drawn(ROUTING, run))}
     every = [entry for entries in chosen.values() for entry in entries]
     for entry in every:
         if entry.failed:
             say(f"warning: the figure {entry.title} of the report failed: {entry.caption}")
     config = json.dumps(run.config, indent=2, ensure_ascii=False)
-    return page(
-        f"{run.folder.path.resolve().name}: {run.rule_name}",
+    content = page(
+        f"{folder.path.resolve().name}: {run.rule_name}",
         [
             header(run),
             as_html(),
             warnings(run),
             *(exhibits(title, entries) for title, entries in chosen.items()),
-            samples(run.folder),
+            samples(folder),
             left_out(every),
             section("Configuration", folded("config.json", text_block(config))),
         ],
     )
+    # A path in config.json may contain bytes that are not UTF-8.
+    replace_file(folder.report, content.encode(errors="replace"))
+    return folder.report
 
 
 def header(run: Run) -> str:

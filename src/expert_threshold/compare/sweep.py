@@ -182,28 +182,24 @@ class Sweep:
         """
         path = self.folder / SWEEP
         if path.exists():
-            self._continue(path)
+            with corrupted_file_error(path, OTHER_FOLDER):
+                record = read_json(path)
+                self._known, self._earlier = KnownText(**record["text"]), record["studies"]
+                made = sum(len(study["trials"]) for study in self._earlier.values())
+                self._config = with_dtype(self._config, record["options"]["train.dtype"])
+                rules = {name: dict(rule) for name, rule in record["rules"].items()}
+            require_same(self._options(), record["options"], self.folder)
+            for name in rules.keys() & self._rules.keys():
+                require_same(self._rules[name], rules[name], self.folder)
+            self._rules = rules | self._rules
+            if made and not (self.folder / STUDIES).exists():
+                raise ValueError(f"{self.folder / STUDIES}: missing, with its {made} trials; {OTHER_FOLDER}")
         else:
             self._config = with_dtype(self._config, None)
             self._read_text(console)
             replace_json(path, self.result())
         storage = open_journal(self.folder / STUDIES)
         self._studies = {name: self._study(name, storage) for name in self.methods}
-
-    def _continue(self, path: Path) -> None:
-        """Read the text and the results so far from sweep.json, and require the same options."""
-        with corrupted_file_error(path, OTHER_FOLDER):
-            record = read_json(path)
-            self._known, self._earlier = KnownText(**record["text"]), record["studies"]
-            made = sum(len(study["trials"]) for study in self._earlier.values())
-            self._config = with_dtype(self._config, record["options"]["train.dtype"])
-            rules = {name: dict(rule) for name, rule in record["rules"].items()}
-        require_same(self._options(), record["options"], self.folder)
-        for name in rules.keys() & self._rules.keys():
-            require_same(self._rules[name], rules[name], self.folder)
-        self._rules = rules | self._rules
-        if made and not (self.folder / STUDIES).exists():
-            raise ValueError(f"{self.folder / STUDIES}: missing, with its {made} trials; {OTHER_FOLDER}")
 
     def _options(self) -> dict[str, Any]:
         """Return what all trials share except the rule, by name or path."""

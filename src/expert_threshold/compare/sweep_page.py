@@ -10,7 +10,7 @@ from typing import Any
 
 from ..analysis.figures.learning import draw_losses
 from ..analysis.figures.plot import log_ticks, panels
-from ..analysis.figures.style import ACCENT, INK, MUTED, WIDE, Axes, Figure
+from ..analysis.figures.style import ACCENT, INK, MUTED, WIDE, Figure
 from ..analysis.page import Exhibit, exhibit, exhibits, facts, folded, page, section, table, text
 from ..analysis.sentences import counted, fixed
 from ..files import replace_file
@@ -107,7 +107,12 @@ def draw_options(study: Mapping[str, Any]) -> Figure:
     for axes, (name, entry) in zip(every, options.items(), strict=True):
         places: dict[Any, float] = {}
         if entry["scale"] is None:
-            places = _choices(axes, entry["space"])
+            texts = entry["space"].split("|")
+            with suppress(ValueError):
+                texts = sorted(texts, key=float)  # numbers in ascending order
+            places = {text: place for place, text in enumerate(texts)}
+            axes.set_xticks(range(len(texts)), texts)
+            axes.set_xlim(-0.5, len(texts) - 0.5)
         elif entry["scale"]["log"]:
             axes.set_xscale("log")
             axes.set_xlim(entry["scale"]["low"] / 1.1, entry["scale"]["high"] * 1.1)
@@ -119,13 +124,3 @@ def draw_options(study: Mapping[str, Any]) -> Figure:
         axes.plot([place], [best["loss"]], marker="o", markersize=6, color=ACCENT)
         axes.set_ylim(low - 0.08 * (top - low), top)
     return figure
-
-
-def _choices(axes: Axes, space: str) -> dict[Any, float]:
-    """Label the axis with the choices, numbers in ascending order, and return the position of each choice."""
-    texts = space.split("|")
-    with suppress(ValueError):
-        texts = sorted(texts, key=float)
-    axes.set_xticks(range(len(texts)), texts)
-    axes.set_xlim(-0.5, len(texts) - 0.5)
-    return {text: place for place, text in enumerate(texts)}

@@ -22,7 +22,7 @@ from ..results import over_seeds
 from ..sentences import counted, each, listed, pool_size, short, signed
 from .plot import draw_key, marker, method_panels, method_strokes, name_lines, panels, single, smooth, step_axis
 from .study import Study, over_methods
-from .style import DASHED, INK, KINDS, METHODS, MUTED, NARROW, WIDE, Axes, Figure, strokes
+from .style import DASHED, INK, KINDS, METHODS, MUTED, NARROW, WIDE, Figure, strokes
 
 TOKENS = "tokens trained on"
 
@@ -283,18 +283,8 @@ def _curves(methods: Sequence[Data], others: Sequence[Data], title: str, number:
             low, high = (points[:, 1] + sign * array(entry["std"]) for sign in (-1, 1))
             axes.fill_between(points[:, 0], low, high, color=stroke["color"], alpha=0.15, linewidth=0)
     step_axis(axes, x)
-    _trim(axes, [_points(entry) for entry in (*methods, *others)])
-    name_lines(axes, drawn, number)
-    return figure
-
-
-def _points(entry: Data) -> np.ndarray:
-    """Return the points of a method, (points, 2), with NaN for None."""
-    return array(entry["points"]).reshape(-1, 2)
-
-
-def _trim(axes: Axes, every: Sequence[np.ndarray]) -> None:
-    """Start both axes at the second point of each line with three or more, since losses fall steeply at first."""
+    # Start both axes at the second point of each line with three or more, since losses fall steeply at first.
+    every = [_points(entry) for entry in (*methods, *others)]
     late = np.concatenate([points[1:] if len(points) > 2 else points for points in every])
     late = late[np.isfinite(late[:, 1])]
     if len(late):
@@ -303,6 +293,13 @@ def _trim(axes: Axes, every: Sequence[np.ndarray]) -> None:
         axes.set_ylim(low - room, high + room)
         room = 0.03 * (right - left) or right / 2
         axes.set_xlim(left - room, right + room)
+    name_lines(axes, drawn, number)
+    return figure
+
+
+def _points(entry: Data) -> np.ndarray:
+    """Return the points of a method, (points, 2), with NaN for None."""
+    return array(entry["points"]).reshape(-1, 2)
 
 
 def say_pairs(cause: str, data: Data) -> str:
