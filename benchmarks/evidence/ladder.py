@@ -19,15 +19,18 @@ import json
 import math
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import torch
 from frontier import SHARED, SOFTMAX
 from study import Record, read, record_run
 
 from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
-from expert_threshold.runs import RunFolder
+from expert_threshold.cli.run_options import parse_run, resolve_run
+from expert_threshold.model import GPT
 
 RULES = {
     "dense": "--rule dense",
@@ -38,10 +41,13 @@ RULES = {
 Rung = tuple[int, int]  # width and tokens
 
 
-def parameters(folder: RunFolder) -> Record:
-    """Return the number of a run's parameters."""
-    tensors = folder.load_checkpoint(folder.checkpoints()[-1], parts=("model",)).tensors["model"]
-    return {"parameters": sum(value.numel() for value in tensors.values() if value.is_floating_point())}
+@cache
+def dense_parameters(width: int) -> int:
+    """Return the number of parameters of the dense model."""
+    given = ["quickstart", "--rule", "dense", "--d-model", str(width)]
+    with torch.device("meta"):
+        model = GPT(resolve_run(parse_run("et train", "", [], given)).model)
+    return sum(weight.numel() for weight in model.parameters())
 
 
 class Gaps:
@@ -50,21 +56,18 @@ class Gaps:
     def __init__(self, records: list[Record], method: str) -> None:
         of = {(each["method"], each["width"], each["tokens"], each["seed"]): each for each in records}
         self.by_rung: dict[Rung, list[float]] = defaultdict(list)
-        self.dense_parameters: dict[int, int] = {}
         for (name, width, tokens, seed), base in sorted(of.items()):
-            if name == "dense":
-                self.dense_parameters[width] = base["parameters"]
-                if other := of.get((method, width, tokens, seed)):
-                    if base["corpus"] != other["corpus"]:
-                        raise ValueError(f"width {width}, {tokens} tokens, seed {seed}: the pair's texts differ")
-                    self.by_rung[width, tokens].append(other["loss"] - base["loss"])
+            other = of.get((method, width, tokens, seed))
+            if name == "dense" and other:
+                if base["corpus"] != other["corpus"]:
+                    raise ValueError(f"width {width}, {tokens} tokens, seed {seed}: the pair's texts differ")
+                self.by_rung[width, tokens].append(other["loss"] - base["loss"])
 
-    def row(self, rung: Rung) -> list[float]:
+    @staticmethod
+    def row(rung: Rung) -> list[float]:
         """Return the factors of g₀, a and b, so that the coefficients refer to 2M tokens and a million parameters."""
         width, tokens = rung
-        if width not in self.dense_parameters:
-            raise ValueError(f"no dense run has width {width}, so its number of parameters is unknown")
-        return [1.0, math.log2(tokens / 2e6), math.log2(self.dense_parameters[width] / 1e6)]
+        return [1.0, math.log2(tokens / 2e6), math.log2(dense_parameters(width) / 1e6)]
 
     def bootstrap(self, rung: Rung, pairs: int, without: Rung | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return samples of the coefficients and of the mean gap of new pairs on a rung."""
@@ -144,7 +147,8 @@ def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
                             label=f"predicted, width {width}",
                         )
             panel.set(xscale="log", xlabel="training tokens, millions", title=f"{method} minus dense")
-            panel.set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])
+            ticks = sorted({tokens / 1e6 for _, tokens in gaps.by_rung})
+            panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             panel.minorticks_off()
         panels[0].set_ylabel("gap in validation loss, nats per token")
         panels[0].legend(frameon=False)
@@ -179,7 +183,7 @@ def main() -> None:
         ):
             run = {"method": method, "width": width, "tokens": megatokens * 1_000_000, "seed": seed}
             options = f"{SHARED} --d-model {width} {RULES[method]}"
-            record_run(run, options, asked.data, asked.out, 4, parameters)
+            record_run(run, options, asked.data, asked.out, 4)
 
 
 if __name__ == "__main__":
