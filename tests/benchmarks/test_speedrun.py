@@ -40,10 +40,9 @@ def test_seconds_are_those_at_the_goal() -> None:
     ],
 )
 def test_the_compilers_seconds_are_those_beyond_the_median_step(seconds: dict[int, float], compiling: float) -> None:
-    lines = [{"step": step, "seconds": since, "split": "train"} for step, since in seconds.items()]
-    run = SimpleNamespace(metrics=SimpleNamespace(read=lambda: lines))
+    lines = [{"step": step, "seconds": since} for step, since in seconds.items()]
     result = SimpleNamespace(curve=[(100, 5.0)], clock=[50.0])
-    compared = SimpleNamespace(result=result, run=run, config={"compiled": True})
+    compared = SimpleNamespace(result=result, train=lines, config={"compiled": True})
     assert speedrun.curve_of(compared) == [(100, 50.0 - compiling, 5.0)]  # type: ignore[arg-type]
 
 
