@@ -132,7 +132,7 @@ def test_another_rule_takes_only_the_layers_sizes_from_the_files_rule() -> None:
     ("file", "message"),
     [
         ({"trian": {}}, r"section 'trian' is unknown; use model, rule, data, optim, train"),
-        ({"train": 3}, r"section 'train' must be an object of options, not 3"),
+        ({"train": 3}, r"section 'train' must be a JSON object of options, not 3"),
         ({"train": {"stepz": 3}}, r"option train.stepz is unknown; did you mean train.steps\?"),
         ({"optim": {"zzz": 3}}, r"option optim.zzz is unknown; see et train --help-all"),
         ({"train": {"steps": "many"}}, "train.steps: expected a whole number of at least 1, not many"),
@@ -141,7 +141,7 @@ def test_another_rule_takes_only_the_layers_sizes_from_the_files_rule() -> None:
         ({"optim": {"betas": ["a", "b"]}}, r"optim.betas: expected nanochat or 2 numbers of .*, not \['a', 'b'\]"),
         ({"optim": {"betas": [0.9]}}, r"optim.betas: expected nanochat or 2 numbers of .*, not \[0.9\]"),
         ({"optim": {"clip": "x"}}, r"optim.clip: expected a number above 0 and below 1e\+30, or none, not x"),
-        ({"rule": "token_choice"}, r"section 'rule' must be an object of options, not 'token_choice'"),
+        ({"rule": "token_choice"}, r"section 'rule' must be a JSON object of options, not 'token_choice'"),
         ({"rule": {"name": None}}, r"rule.name: expected text, not None"),
         ({"rule": {"name": "best"}}, r"rule='best' is unknown; use one of dense, token_choice, "),
         ({"rule": {"name": "token_choice", "decay": 1}}, r"^rule.decay: rule token_choice has no such option"),

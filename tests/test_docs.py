@@ -300,7 +300,7 @@ def test_what_a_page_says_wrongly_is_noticed(reader: Reader) -> None:
         ("et train tiny --out runs/a", "already exists"),
         ("et train tiny --stepz 3", "did you mean --steps?"),
         ("et train tiny --rule dense --rule.warmup-steps 3", "no such option"),
-        ("et train tiny --steps 100 --rule.warmup-steps 900", "beyond the run"),
+        ("et train tiny --steps 100 --rule.warmup-steps 900", "longer than the run"),
         ("pip install -e '.[server]'", "server"),
         ("make nothing", "no way to run"),
     ):

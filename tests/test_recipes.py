@@ -219,13 +219,13 @@ def test_et_recipes_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "message"),
     [
         ("--recipe expert_treshold", "did you mean expert_threshold?"),
-        ("tiny --tokens 2047", "tokens=2047 is below one batch of 2048 tokens"),
+        ("tiny --tokens 2047", "tokens=2047 is less than one batch of 2048 tokens"),
         ("tiny --tokens 9999 --steps 3", "set the length"),
-        ("tiny --rule.warmup-steps 101", "rule.warmup_steps=101 is beyond the run of 100 steps"),
-        ("tiny --optim.adamw-warmup-steps 101", "optim.adamw_warmup_steps=101 is beyond the run of 100 steps"),
+        ("tiny --rule.warmup-steps 101", "rule.warmup_steps=101 is longer than the run of 100 steps"),
+        ("tiny --optim.adamw-warmup-steps 101", "optim.adamw_warmup_steps=101 is longer than the run of 100 steps"),
         (
             "--recipe expert_threshold --steps 100 --rule.warmup-steps 4000",
-            "warmup_steps=4000 is beyond the run of 100",
+            "warmup_steps=4000 is longer than the run of 100",
         ),
         ("--recipe expert_choice_8k tiny --batch-size 6", "pool=512 does not divide the batch of 6 × 128"),
         ("tiny --rule expert_choice --rule.pool 100", "pool=100 does not divide the batch of 16 × 128"),

@@ -1,6 +1,6 @@
-"""Configurations of whole runs: presets of model, data, optimizer and training, changed by options.
+"""Configurations of whole runs: presets of the model, data, optimizer and training, which options change.
 
-An option is known by its path everywhere: `optim.matrix_lr` is a key of config.json and the flag --optim.matrix-lr.
+Every option has a path: `optim.matrix_lr` is a key in config.json and corresponds to the flag --optim.matrix-lr.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .train import TrainConfig
 
 Options = Mapping[str, Any]
 
-# The paper's warmups for PAPER_STEPS (Table "Training hyperparameters"), which d20 keeps.
+# The paper's warmups for a run of PAPER_STEPS (Table "Training hyperparameters"). d20 has the same warmups.
 PAPER_ADAMW_WARMUP_STEPS, PAPER_MOMENTUM_WARMUP_STEPS = 250, 300
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The options that turn a preset of `model.PRESETS` into a run; all other options are scaled or defaults.
+    """The options that turn a preset of `model.PRESETS` into a run. All other options are scaled or have defaults.
 
-    optim: the learning rates of recipes at this size, unless a recipe sets its own. recipe: the recipe to run unless
-    another is named; None trains the paper's model with the paper's optimizers.
+    optim: learning rates for recipes at this size, unless the recipe sets them. recipe: the default recipe; None trains
+    the paper's model with the paper's optimizers.
     """
 
     train: Options
@@ -56,7 +56,7 @@ RUNS: dict[str, Preset] = {
 }
 DEFAULT_PRESET = "quickstart"
 DEFAULT_RULE = "expert_threshold"
-# Options that are kept when the rule is changed: the sizes of the layer.
+# Options that are kept when the rule changes, because they are the sizes of the layer.
 SHARED_RULE_OPTIONS = ("rule.num_experts", "rule.experts_per_token")
 
 
@@ -70,7 +70,7 @@ class RunConfig:
     train: TrainConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as a JSON object of sections."""
+        """Return the configuration as a JSON object with one section per group of options."""
         return {
             **self.model.to_dict(),
             "data": asdict(self.data),
@@ -80,7 +80,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, record: Options) -> RunConfig:
-        """Read the result of `to_dict`, or a config.json. Raises ValueError for a missing section or unknown option."""
+        """Read the result of `to_dict` or a config.json. Raises ValueError for missing sections and unknown options."""
         for section in SECTIONS:
             if section not in record:
                 raise ValueError(f"configuration has no section {section!r}; name the config.json of a run")
@@ -101,22 +101,22 @@ KINDS = {
     for field in fields(record)
     if field.metadata
 }
-"""The type of every option by path, except options of the rule, which depend on the rule."""
+"""The type of every option, keyed by path, except for the options of the rule, which depend on the rule."""
 FACTS = (
     "format", "version", "corpus", "machine", "versions", "compiled", "kernels", "init_from",
     "time", "command",
 )  # fmt: skip
-"""The other entries of config.json: facts about that run, which have no effect on other runs."""
+"""The other entries of config.json, which are facts about that run and have no effect on other runs."""
 
 
 def by_path(record: Options) -> dict[str, Any]:
-    """Return the options in the sections of a whole or partial configuration, by path.
+    """Return the options in the sections of a whole or partial configuration, keyed by path.
 
-    Raises ValueError for an unknown section or option, or a value of the wrong type. Text may stand for any value, as
-    on a command line, since TOML has no null.
+    Raises ValueError for unknown sections and options and for values of the wrong type. Any value may be given as text,
+    as on a command line, since TOML has no null.
     """
     if not isinstance(record, Mapping):
-        raise ValueError(f"options must be in an object of sections, not {record!r}")
+        raise ValueError(f"options must be a JSON object with one section per group of options, not {record!r}")
     found: dict[str, Any] = {}
     for section, options in record.items():
         if section in FACTS:
@@ -124,32 +124,32 @@ def by_path(record: Options) -> dict[str, Any]:
         if section not in SECTIONS:
             raise ValueError(f"section {section!r} is unknown; use {', '.join(SECTIONS)}")
         if not isinstance(options, Mapping):
-            raise ValueError(f"section {section!r} must be an object of options, not {options!r}")
+            raise ValueError(f"section {section!r} must be a JSON object of options, not {options!r}")
         found |= {f"{section}.{name}": value for name, value in options.items()}
     name = found.get("rule.name")
     return typed(found, name if name in (DENSE, *RULES) else None)  # any other name may still be replaced by --rule
 
 
 def nested(options: Options) -> dict[str, dict[str, Any]]:
-    """Return options by path as sections of options by name."""
+    """Convert options keyed by path to sections of options keyed by name."""
     return {section: found for section in SECTIONS if (found := in_section(options, section))}
 
 
 def in_section(options: Options, section: str) -> dict[str, Any]:
-    """Return the options of a section by name."""
+    """Return the options of a section, keyed by name."""
     return {path.partition(".")[2]: value for path, value in options.items() if path.startswith(f"{section}.")}
 
 
 def kinds(rule: str = DENSE) -> dict[str, Any]:
-    """Return the types of a run's options by path for this rule. Raises ValueError for an unknown rule."""
+    """Return the types of a run's options for this rule, keyed by path. Raises ValueError for an unknown rule."""
     own = {f"rule.{name}": kinds_of(RULES[rule])[name] for name in option_names(rule)}
     return {**KINDS, "rule.name": str, **own}
 
 
 def typed(options: Options, rule: str | None = None) -> dict[str, Any]:
-    """Return options by path with text converted. Raises ValueError for an unknown or invalid option.
+    """Convert text in options keyed by path to their types. Raises ValueError for an unknown or invalid option.
 
-    rule: the rule whose options are given; None leaves options of the rule as they are.
+    rule: the rule that the options belong to; None does not convert options of the rule.
     """
     known, found = kinds(DENSE if rule is None else rule), dict(options)
     for path, value in options.items():
@@ -166,8 +166,8 @@ def typed(options: Options, rule: str | None = None) -> dict[str, Any]:
 
 
 def merged(*layers: Options) -> dict[str, Any]:
-    """Return the options of all layers; later layers override earlier ones. If a layer replaces the rule, only the
-    numbers of experts are kept from the old rule.
+    """Return the options of all layers, in which later layers override earlier ones. If a layer replaces the rule, only
+    the numbers of experts are kept from the old rule.
     """
     found: dict[str, Any] = {}
     for layer in layers:
@@ -181,7 +181,7 @@ def merged(*layers: Options) -> dict[str, Any]:
 
 
 def scaled_rule(name: str, steps: int, /, **options: Any) -> Rule | None:
-    """Return the rule for a run of `steps`, with defaults for that length unless `options` override; None if dense.
+    """Return the rule for a run of `steps`, or None if it is dense. Defaults depend on the length of the run.
 
     Raises ValueError naming an option that the rule does not have.
     """
@@ -190,12 +190,12 @@ def scaled_rule(name: str, steps: int, /, **options: Any) -> Rule | None:
 
 
 def _scaled(name: str | None, steps: int, options: Options) -> Options:
-    """Return the options that the rule scales to the length of a run."""
+    """Return the options that the rule scales to the length of the run."""
     return {} if name in (None, DENSE) else RULES[name].scaled(steps, options)
 
 
 def scaled_optim(steps: int, **options: Any) -> OptimConfig:
-    """Return the paper's optimizers for a run of `steps`; by default, warmups take up to a tenth of the run."""
+    """Return the paper's optimizers for a run of `steps`. By default, warmups take at most a tenth of the run."""
     scaled = {
         "adamw_warmup_steps": min(PAPER_ADAMW_WARMUP_STEPS, steps // 10),
         "momentum_warmup_steps": min(PAPER_MOMENTUM_WARMUP_STEPS, steps // 10),
@@ -204,34 +204,34 @@ def scaled_optim(steps: int, **options: Any) -> OptimConfig:
 
 
 def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
-    """Return the sizes after `changes`. Widths not given keep their ratio to d_model, and heads keep their width.
+    """Return the sizes after `changes`. Other widths keep their ratio to d_model, and heads keep their width.
 
-    There is at least one head. Raises ValueError naming d_model if the resulting number of heads does not divide it.
+    The result has at least one head. Raises ValueError if the resulting number of heads does not divide d_model.
     """
     d_model = changes.get("d_model", base["d_model"])
     widths = {name: max(1, base[name] * d_model // base["d_model"]) for name in ("d_expert", "d_feed_forward", "heads")}
     width, left = divmod(d_model, widths["heads"])
     if "heads" not in changes and (left or width % 2):
         raise ValueError(
-            f"d_model={d_model} cannot be divided into heads of an even width near the preset's, "
-            f"{base['d_model'] // base['heads']}; give a multiple of that, or also the number of heads"
+            f"d_model={d_model} cannot be divided into heads with an even width close to the preset's width of "
+            f"{base['d_model'] // base['heads']}; use a multiple of that width, or also set heads"
         )
     kv_heads = max(1, changes.get("heads", widths["heads"]) * base["kv_heads"] // base["heads"])
     return {**base, **widths, "kv_heads": kv_heads, **changes}
 
 
 def scheduled(base: Options, given: Options, context: int, tokens: int | None, of_paper: bool) -> TrainConfig:
-    """Return the training options for a budget of tokens or for steps. Raises ValueError for less than one batch.
+    """Return the training options for a budget of tokens or a number of steps. Raises ValueError below one batch.
 
-    Intervals not given are in proportion to the paper's intervals, or, with a budget, to the intervals of `base`.
+    Other intervals are in proportion to the paper's intervals or, with a budget, to the intervals of `base`.
     """
     options = {**base, **given}
     per_step = options["batch_size"] * options.get("accumulation", 1) * context
     if tokens is not None:
         if "steps" in given:
-            raise ValueError(f"tokens={tokens} and steps={given['steps']} both set the length; give one of them")
+            raise ValueError(f"tokens={tokens} and steps={given['steps']} both set the length; give only one of them")
         if tokens < per_step:
-            raise ValueError(f"tokens={tokens} is below one batch of {per_step} tokens; give at least that many")
+            raise ValueError(f"tokens={tokens} is less than one batch of {per_step} tokens; give at least that many")
         options["steps"] = tokens // per_step
     if of_paper:
         options |= intervals(options["steps"], per_step)
@@ -242,13 +242,13 @@ def scheduled(base: Options, given: Options, context: int, tokens: int | None, o
 
 
 def require_warmups_fit(config: RunConfig) -> None:
-    """Raise ValueError for a warmup longer than the run."""
+    """Raise ValueError if a warmup is longer than the run."""
     for section, part in (("rule", config.model.rule), ("optim", config.optim)):
         for name, steps in vars(part).items() if part is not None else ():
             if name.endswith("warmup_steps") and steps > config.train.steps:
                 raise ValueError(
-                    f"{section}.{name}={steps} is beyond the run of {config.train.steps} steps; give fewer, or train "
-                    "longer"
+                    f"{section}.{name}={steps} is longer than the run of {config.train.steps} steps; use fewer steps, "
+                    "or train longer"
                 )
 
 
@@ -259,11 +259,11 @@ def resolve(
     tokens: int | None = None,
     initial: Options | None = None,
 ) -> RunConfig:
-    """Return the run of a preset, changed by a recipe, by `initial`, and by layers of options by path, in this order.
+    """Return the run of a preset after changes by a recipe, by `initial`, and by layers of options, in this order.
 
-    initial: options of another run; options that its rule scales to the length of a run are scaled to this run. tokens:
-    the budget, in place of steps; with it or with a recipe, intervals are in proportion to the run. Raises ValueError
-    for unknown names and for values that cannot be trained.
+    Options are keyed by path. initial: options of another run, of which those that depend on the length of a run are
+    scaled to this run. tokens: the budget, in place of steps; with a budget or a recipe, intervals are in proportion to
+    the run. Raises ValueError for unknown names and for values that cannot be trained.
     """
     if preset not in RUNS:
         raise ValueError(f"preset {preset!r} is unknown; {did_you_mean(preset, RUNS)}")

@@ -1,4 +1,4 @@
-"""A whole run: training, with samples of text along the way and a report at the end."""
+"""A whole run: training with samples of text on the way and a report at the end."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .runs import RunFolder
 from .train import TrainResult, train
 from .train.log import say
 
-# An empty prompt, which opens a document; code; prose. None ends with a space, since tokens of words start with one:
-# after "def ", a model writes digits. Lower temperatures produce loops.
+# An empty prompt, which starts a document, code, and prose. No prompt ends with a space, since the tokens of words
+# start with a space: after "def ", a model writes digits. Lower temperatures produce loops.
 PROMPTS = ("", "def read", "Return")
 TEMPERATURE = 0.9
 SAMPLE_TOKENS = 96
 
 
 def train_run(folder: RunFolder, config: RunConfig, console: Console, **options: Any) -> TrainResult:
-    """Train in a folder, with samples and a report. Raises ValueError as `train` does, and if memory runs out."""
+    """Train in a folder and write samples and a report. Raises ValueError as `train` does, and if memory runs out."""
     try:
         result = train(
             folder, config.model, config.data, config.optim, config.train, sample=sample, console=console, **options

@@ -1,4 +1,4 @@
-"""Options: dataclass fields with a help text and bounds in their types. Values are checked, and parsed from text."""
+"""Options are dataclass fields with a help text and bounds in their types. Values are checked and parsed from text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Bounds(NamedTuple):
-    """Bounds on a number; None means unbounded. `Annotated[int, Bounds(least=1)]` is the type of positive integers."""
+    """Bounds of a number; None means unbounded. `Annotated[int, Bounds(least=1)]` is the type of positive integers."""
 
     least: float | None = None
     above: float | None = None
@@ -46,20 +46,20 @@ Share = Annotated[float, Bounds(above=0, most=1)]
 
 
 def option(default: T, help: str) -> T:
-    """Return a dataclass field with this default, and one or two sentences of help for `--help`."""
+    """Return a dataclass field with this default and with one or two sentences of help for `--help`."""
     return field(default=default, metadata={"help": help})
 
 
 @functools.cache
 def kinds_of(record: type) -> dict[str, Any]:
-    """Return the types of a record's fields, with their bounds."""
+    """Return the types of a record's fields, including their bounds."""
     return get_type_hints(record, include_extras=True)
 
 
 def require_valid(record: type, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first option that is unknown, or whose value has the wrong type or is out of bounds.
+    """Raise ValueError for the first option that is unknown, has the wrong type or is out of bounds.
 
-    Fields not defined with `option` may have any value.
+    Fields that are not defined with `option` may have any value.
     """
     known = {field.name: field for field in fields(record)}
     for name, value in values.items():
@@ -70,13 +70,13 @@ def require_valid(record: type, values: Mapping[str, Any]) -> None:
 
 
 def require_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless `kind`, a type with bounds, allows this value of the option `name`."""
+    """Raise ValueError unless `kind`, a type with bounds, allows this value for the option `name`."""
     if not any(_allows(plain, bounds, value) for plain, bounds in alternatives(kind)):
         raise ValueError(f"{name}={value!r} must be {describe(kind)}")
 
 
 def alternatives(kind: Any) -> list[tuple[Any, Bounds]]:
-    """Return the types and literal values that a field's type allows, each with its bounds: `Literal["a"] | Count`
+    """Return the types and literal values that a field's type allows, each with its bounds. `Literal["a"] | Count`
     gives ("a", Bounds()) and (int, Bounds(least=1)).
     """
     if get_origin(kind) in (Union, UnionType):
@@ -102,7 +102,7 @@ def describe(kind: Any) -> str:
 
 
 def _allows(plain: Any, bounds: Bounds, value: Any) -> bool:
-    """Return True if the value has this type and is within the bounds. Text must not be empty, nor numbers infinite."""
+    """Return True if the value has this type and is within bounds. Empty text and infinite numbers are not allowed."""
     if isinstance(plain, str):
         return bool(value == plain)
     if get_origin(plain) is tuple:
@@ -117,7 +117,7 @@ def _allows(plain: Any, bounds: Bounds, value: Any) -> bool:
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Return a value, given in a file or on the command line, as a field's type. Text may stand for any value.
+    """Convert a value from a file or the command line to the type of a field. Any value may be given as text.
 
     Raises ValueError if the type does not allow the value.
     """
@@ -132,7 +132,7 @@ def convert(kind: Any, value: Any) -> Any:
 
 def _read(plain: Any, value: Any) -> Any:
     if plain is int and isinstance(value, float) and value.is_integer():
-        return int(value)  # another rule's option of the same name may be any number
+        return int(value)  # an option of another rule with the same name may be any number
     if not isinstance(value, str):
         return value
     if plain in (int, float):
@@ -143,7 +143,7 @@ def _read(plain: Any, value: Any) -> Any:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """Return a remedy for an unknown name: the closest known name, else `otherwise`, or else a list of all names.
+    """Return a remedy for an unknown name: the closest known name, or else `otherwise` or a list of all names.
 
     Paths such as --optim.clip are compared by their last part.
     """

@@ -1,4 +1,4 @@
-"""Runs as records: the paper's tables and ablations, with their reported results, and some other projects' settings."""
+"""Records of runs: the paper's tables and ablations with their reported results, and settings of other projects."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Options = Mapping[str, Any]
 PAPER_TOKENS = PAPER_STEPS * 524_288
 EVAL_EVERY, CHECKPOINT_EVERY = 250, 1000
 EVAL_TOKENS = 10_485_760
-"""Tokens per validation, as in the release; the paper does not say."""
+"""Number of tokens per validation, as in the release. The paper does not state it."""
 
 
 class Method(NamedTuple):
-    """A rule with the options that define it as a method; its other options are set like any run's.
+    """A rule and the options that define the method. Its other options are set as in any run.
 
-    colour: its index in the figures' palette; None picks an unused colour.
+    colour: the index of its colour in the palette of figures; None picks an unused colour.
     """
 
     rule: str
@@ -43,8 +43,8 @@ METHODS: dict[str, Method] = {
     "expert_threshold": Method("expert_threshold", {}, "a token goes where its score exceeds the cutoff", 3),
     "expert_threshold_no_warmup": Method("expert_threshold", {"warmup_steps": 0}, "the same without warmup", 4),
 }
-"""The paper's methods by name: the rule's name followed by the variant. Recipes use the same names, plus expert
-choice's pool in tokens of d12, or an ablation's change. Figures use the rule's label."""
+"""The paper's methods, keyed by the rule's name and the variant. Recipes add the pool of expert choice, in tokens of
+d12, or the change in an ablation. Figures use the rule's label."""
 UNBOUNDED: Options = {"capacity_slack": None}
 LAST_BATCH: Options = {"estimator": "mean", "decay": 0.0}
 SOFTMAX: Options = {"gate": "softmax", "null_scores": 16}
@@ -94,20 +94,20 @@ VARIANTS: dict[str, Method] = {
     "null_slots_copy": Method("null_slots", {"null": "copy"}, "null slots that return the token itself"),
     "top_p_steered": Method("top_p", {"p": "steered"}, "top-p with p steered by the mean fanout"),
 }
-"""Further methods by name; docs/routing.md lists the sizes and strengths that published models use."""
+"""Further named methods. docs/routing.md lists the sizes and strengths that published models use."""
 REFERENCE = "token_choice"
-"""The method whose loss is the baseline of a comparison, if it is compared."""
+"""The method whose loss is the baseline in comparisons that include it."""
 
 
 def methods() -> dict[str, Method]:
-    """Return the methods that can be compared, by name: the paper's, every other rule with defaults, and variants."""
+    """Return the named methods that can be compared: the paper's methods, other rules with defaults, and variants."""
     covered = {method.rule for method in METHODS.values()}
     others = {name: Method(name, {}, cls.summary().rstrip(".")) for name, cls in RULES.items() if name not in covered}
     return METHODS | others | VARIANTS
 
 
 def method_named(rule: Options) -> str | None:
-    """Return the most specific of the paper's methods that a rule `{"name": …, option: value, …}` matches, or None."""
+    """Return the most specific of the paper's methods that matches a rule `{"name": …, option: value, …}`, or None."""
     fitting = [
         name
         for name, method in METHODS.items()
@@ -117,7 +117,7 @@ def method_named(rule: Options) -> str | None:
 
 
 class Reported(NamedTuple):
-    """Results in the paper; None where it reports none."""
+    """Results reported in the paper, or None where there are none."""
 
     where: str
     cross_entropy: float | None = None  # on validation text, nats per token
@@ -126,10 +126,10 @@ class Reported(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """A learning rate that falls with the length of a run: `rate` at `first` steps, `last_rate` at `last`.
+    """A learning rate that falls with the length of a run, from `rate` at `first` steps to `last_rate` at `last` steps.
 
-    Between them, it is a power of the steps, as found by sweeps at 4,096 tokens per step. Beyond them, where nothing
-    was measured, it stays constant.
+    In between, it is a power of the number of steps, as found by sweeps at 4,096 tokens per step. It is constant for
+    shorter and longer runs, where nothing was measured.
     """
 
     rate: float
@@ -138,18 +138,18 @@ class Rate(NamedTuple):
     last: int
 
     def at(self, steps: int) -> float:
-        """Return the rate for a run of `steps`, to two digits."""
+        """Return the rate for a run of `steps`, rounded to two digits."""
         share = math.log(min(max(steps, self.first), self.last) / self.first) / math.log(self.last / self.first)
         return float(f"{self.rate * (self.last_rate / self.rate) ** share:.2g}")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run of the paper, or one with another project's settings. Other options come from its preset.
+    """A run from the paper, or a run with the settings of another project. Other options come from its preset.
 
-    rule: its name and the options that differ from the defaults; a decay is meant for PAPER_STEPS. pool: the number of
-    sequences whose tokens compete for an expert or over which load is measured; None means a whole micro-batch, on all
-    ranks. rates: learning rates that depend on the length of the run.
+    rule: the name of the rule and the options that differ from their defaults; a decay is meant for PAPER_STEPS. pool:
+    the number of sequences whose tokens compete for an expert or over which load is measured; None means a whole
+    micro-batch on all ranks. rates: learning rates that depend on the length of the run.
     """
 
     summary: str
@@ -163,28 +163,28 @@ class Recipe:
 
     @property
     def balances_by_loss(self) -> bool:
-        """True for an auxiliary loss, which sees one micro-batch, so that the pool sets the micro-batch size."""
+        """Whether an auxiliary loss balances loads. It sees one micro-batch, so the pool sets the micro-batch size."""
         return self.rule.get("balance") == "aux"
 
     def options_of_batch(self, batch_size: int, accumulation: int) -> Options:
-        """Return how a step of `batch_size * accumulation` sequences is divided into micro-batches."""
+        """Return options that divide a step of `batch_size * accumulation` sequences into micro-batches."""
         whole = batch_size * accumulation
         if not self.balances_by_loss or self.pool is None or whole % min(self.pool, whole):
             return {}
         return {"batch_size": min(self.pool, whole), "accumulation": whole // min(self.pool, whole)}
 
     def options_of_optim(self, steps: int) -> dict[str, Any]:
-        """Return the optimizer's options for a run of `steps`.
+        """Return the options of the optimizer for a run of `steps`.
 
-        Warmups of learning rates last up to a tenth of the run. Momentum may rise throughout a short run: in 300 steps,
-        a warmup of 30 instead of 300 cost 0.04 nats.
+        Learning-rate warmups last at most a tenth of the run. In a short run, momentum may rise until the end: in 300
+        steps, a momentum warmup of 30 steps instead of 300 cost 0.04 nats.
         """
         longest = {"adamw_warmup_steps": steps // 10, "muon_warmup_steps": steps // 10, "momentum_warmup_steps": steps}
         scaled = {name: min(value, longest[name]) if name in longest else value for name, value in self.optim.items()}
         return scaled | {name: rate.at(steps) for name, rate in self.rates.items()}
 
     def options_of_rule(self, batch_size: int, context: int, steps: int) -> Options:
-        """Return the rule's record for `batch_size` sequences of `context` tokens per micro-batch and `steps` steps."""
+        """Return the rule for a run of `steps` with micro-batches of `batch_size` sequences of `context` tokens."""
         options = dict(self.rule)
         if options["name"] == "expert_choice":
             options["pool"] = pool_option(self.pool, batch_size, context)
@@ -194,19 +194,19 @@ class Recipe:
 
 
 def pool_option(pool: int | None, batch_size: int, context: int) -> str | int:
-    """Return expert choice's option for a pool of `pool` sequences, capped at the micro-batch."""
+    """Return the option of expert choice for a pool of `pool` sequences, but at most a micro-batch."""
     if pool == 1:
         return "sequence"
     return "global" if pool is None or pool >= batch_size else pool * context
 
 
 def in_proportion(every: Mapping[str, int], steps: int, of: int) -> dict[str, int]:
-    """Scale intervals meant for a run of `of` steps to one of `steps`; longer runs keep them."""
+    """Scale intervals for a run of `of` steps to a run of `steps`. Longer runs keep the intervals."""
     return {name: max(1, min(value, round(value * steps / of))) for name, value in every.items()}
 
 
 def intervals(steps: int, tokens_per_step: int) -> dict[str, int]:
-    """Return the steps between validations and between checkpoints, and the tokens of a validation."""
+    """Return the number of steps between validations and between checkpoints, and of tokens in a validation."""
     every = in_proportion({"eval_every": EVAL_EVERY, "checkpoint_every": CHECKPOINT_EVERY}, steps, PAPER_STEPS)
     eval_tokens = round(EVAL_TOKENS * steps * tokens_per_step / PAPER_TOKENS)
     return every | {"eval_tokens": max(eval_tokens, tokens_per_step)}
@@ -219,7 +219,7 @@ def _changes(config: OptimConfig) -> Options:
 
 
 def _rule(method: str, **options: Any) -> Options:
-    """Return the rule of a method, with the options that a recipe changes."""
+    """Return the rule of a method with the options that a recipe changes."""
     return {"name": METHODS[method].rule, **METHODS[method].options, **options}
 
 
@@ -231,7 +231,7 @@ ET, ET_NO_WARMUP = (_rule(name, estimator="mean") for name in ("expert_threshold
 TWO: Options = {"experts_per_token": 2}
 NO_SHARED: Options = {"shared_experts": 0}
 
-# With the learning rate of matrices, since a preset may set another.
+# The learning rate of matrices is included, since a preset may set another.
 _NANOCHAT, _TUNED = ({**_changes(config), "matrix_lr": config.matrix_lr} for config in (NANOCHAT, TUNED))
 
 RECIPES: dict[str, Recipe] = {

@@ -1,12 +1,12 @@
-"""Checks of a routing rule against its contract, for the tests of any project.
+"""Checks that a routing rule satisfies its contract, for use in the tests of any project.
 
     from expert_threshold.testing import PROPERTIES, check_rule
 
     def test_my_rule() -> None:
         check_rule(MyRule())
 
-`check_rule` raises AssertionError naming the property that fails. `PROPERTIES` holds the same checks by name, for
-`pytest.mark.parametrize`; `check_ranks` checks many rules in one pair of processes.
+`check_rule` raises AssertionError with the name of the property that fails. `PROPERTIES` contains the same checks,
+keyed by name, for `pytest.mark.parametrize`. `check_ranks` checks many rules in one pair of processes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .moe import Router
 from .routing import RULES, Routing, Rule, rule_from_dict, rule_to_dict
 
 BATCH, TIME = 4, 48
-"""The number of sequences in a test batch and their length; the pools of a rule under test must fit in it."""
+"""The number of sequences in a test batch and their length. The pools of a rule under test must fit in a batch."""
 
 Check = Callable[[Rule], None]
 PROPERTIES: dict[str, Check] = {}
 
 
 def check_rule(rule: Rule, *, ranks: bool = True) -> None:
-    """Check every property of a rule. Raises AssertionError naming the one that fails.
+    """Check every property of a rule. Raises AssertionError with the name of the property that fails.
 
-    ranks: also check two ranks, which starts two processes; the rule's class must then be importable by name.
+    ranks: also check two ranks, which starts two processes that must be able to import the class of the rule.
     """
     for name, check in PROPERTIES.items():
         try:
@@ -51,8 +51,8 @@ def check_rule(rule: Rule, *, ranks: bool = True) -> None:
 
 
 def make_scores(rule: Rule, seed: int = 0, *, batch: int = BATCH, time: int = TIME, grain: float = 1 / 8) -> Tensor:
-    """Return scores (batch, time, num_scores) with a different mean and spread for each expert, and many ties: all are
-    multiples of `grain`.
+    """Return scores (batch, time, num_scores) with a different mean and spread for each expert. All scores are
+    multiples of `grain`, so there are many ties.
     """
     scores = torch.randn(batch, time, rule.num_scores, generator=torch.Generator().manual_seed(seed))
     spread, mean = torch.linspace(0.5, 2, rule.num_scores), torch.linspace(-1, 1, rule.num_scores)
@@ -60,7 +60,7 @@ def make_scores(rule: Rule, seed: int = 0, *, batch: int = BATCH, time: int = TI
 
 
 def trained(rule: Rule, *, steps: int = 3) -> Any:
-    """Return the rule's state after optimizer steps on random batches."""
+    """Return the state of the rule after optimizer steps on random batches."""
     state = rule.init()
     for step in range(steps):
         state = rule.update(state, rule.route(make_scores(rule, 100 + step), state, training=True).observation)
@@ -77,8 +77,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def close(a: Any, b: Any) -> bool:
-    """Return True if two records are equal up to the rounding of one function: a processor may round a row's last
-    numbers differently if they do not fill a vector register.
+    """Return True if two records are equal up to the rounding of one function. A processor may round the last numbers
+    of a row differently if they do not fill a vector register.
     """
     a_leaves, b_leaves = pytree.tree_leaves(a), pytree.tree_leaves(b)
     return len(a_leaves) == len(b_leaves) and all(
@@ -102,7 +102,7 @@ def _states(rule: Rule) -> list[Any]:
 
 
 def _decided(routing: Routing) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the tensors that the layer computes with; gates are zero where the assignment is False."""
+    """Return the tensors that a layer computes with. Gates are zero where the assignment is False."""
     return routing.assignment, routing.gates.detach() * routing.assignment, routing.passthrough
 
 
@@ -112,13 +112,13 @@ def _of(routing: Routing, *index: Any) -> tuple[Tensor | None, ...]:
 
 @_property
 def _is_a_frozen_dataclass_with_plain_options(rule: Rule) -> None:
-    _require(isinstance(rule, Rule), "it is not derived from Rule")
+    _require(isinstance(rule, Rule), "the rule is not derived from Rule")
     hash(rule)
-    _require(is_dataclass(rule), "it is not a dataclass")
+    _require(is_dataclass(rule), "the rule is not a dataclass")
     names = {field.name for field in fields(rule)}  # type: ignore[arg-type]
-    _require({"num_experts", "experts_per_token"} <= names, "it lacks num_experts or experts_per_token")
+    _require({"num_experts", "experts_per_token"} <= names, "the rule lacks num_experts or experts_per_token")
     _require(rule.num_scores >= rule.num_experts, "num_scores is less than num_experts")
-    _require(bool(rule.label), "its label is empty")
+    _require(bool(rule.label), "the label is empty")
     if type(rule) in RULES.values():
         record = rule_to_dict(rule)
         _require(rule_from_dict(json.loads(json.dumps(record))) == rule, f"{record} does not restore the rule")
@@ -155,7 +155,7 @@ def _observations_count_what_was_assigned_and_add_up(rule: Rule) -> None:
         for routing in routings:
             seen, assignment = routing.observation, routing.assignment.flatten(0, 1)
             _require(int(seen.tokens) == len(assignment), "tokens are miscounted")
-            _require(torch.equal(seen.load, assignment.sum(0)), "load is not the assignment's sum")
+            _require(torch.equal(seen.load, assignment.sum(0)), "load is not the sum of the assignment")
             counts = torch.bincount(assignment.sum(1), minlength=assignment.shape[1] + 1)
             _require(torch.equal(seen.fanout_counts, counts), "fanout_counts do not match the assignment")
         a, b = (routing.observation.tensors() for routing in routings)
@@ -165,7 +165,7 @@ def _observations_count_what_was_assigned_and_add_up(rule: Rule) -> None:
 
 @_property
 def _no_two_records_share_memory(rule: Rule) -> None:
-    """A sum may be reduced over ranks in place, and the state is updated in place."""
+    """Sums may be reduced over ranks in place, and the state is updated in place."""
     for state, training in product(_states(rule), (True, False)):
         scores = make_scores(rule)
         seen = rule.route(scores, state, training=training).observation.tensors()
@@ -207,7 +207,7 @@ def _inference_is_causal_and_of_each_sequence_alone(rule: Rule) -> None:
             before = (slice(None), slice(position))
             _require(same(_of(after, *before), _of(whole, *before)), f"changing token {position} changed earlier ones")
             short = rule.route(scores[:, :position], state, training=False)
-            _require(close(_decided(short), _of(whole, *before)), f"the first {position} tokens differ when alone")
+            _require(close(_decided(short), _of(whole, *before)), f"the first {position} tokens depend on later ones")
         for row in range(BATCH):
             alone = rule.route(scores[row : row + 1], state, training=False)
             _require(close(_decided(alone), _of(whole, slice(row, row + 1))), "other sequences changed a sequence")
@@ -223,7 +223,7 @@ def _scopes_are_kept_and_not_exaggerated(rule: Rule) -> None:
         kept = {"token": (0, 0), "sequence": (0,)}.get(scope)
         changes = []
         for seed, shift in product((7, 8), (-3, -1, 1, 3)):
-            others = make_scores(rule, seed) * abs(shift) + shift  # shares see a shift only by its factor
+            others = make_scores(rule, seed) * abs(shift) + shift  # shares depend on a shift only through a factor
             if kept is not None:
                 within = others.clone()
                 within[kept] = scores[kept]
@@ -320,7 +320,7 @@ def _answers_about_inference_are_true(rule: Rule) -> None:
         with suppress(ValueError):
             none, every = (rule.at_rate(state, rate) for rate in (0, rule.num_experts))
             fanout = [rule.route(scores, s, training=False).observation.fanout_mean for s in (none, every)]
-            _require([float(f) for f in fanout] == [0, rule.num_experts], "rates 0 and num_experts are not met")
+            _require([float(f) for f in fanout] == [0, rule.num_experts], "the rates 0 and num_experts are not reached")
         seen = rule.route(make_scores(rule), state, training=True).observation
         shown = rule.describe(state) | rule.measure(state, seen)
         _require(
@@ -361,13 +361,13 @@ def _compiled_equals_eager(rule: Rule) -> None:
 
 
 def check_ranks(rules: Sequence[Rule]) -> None:
-    """Check, in two processes, that two ranks with half a batch each route and update like one rank with all of it.
+    """Check, in two processes, that two ranks, each with half of a batch, route and update like one with all of it.
 
-    A rule whose scope or pool_scope in training is "batch" treats each rank's half separately, just as one rank treats
-    two micro-batches. Raises AssertionError naming the rule.
+    If the scope or pool_scope of a rule in training is "batch", each rank treats its half separately, just as one rank
+    treats two micro-batches. Raises AssertionError with the name of the rule.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # Forks of a server, where available, need not repeat the server's imports.
+        # Processes forked from a server, where available, do not repeat the server's imports.
         method = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
         start_processes(_rank, (list(rules), str(Path(folder) / "store")), nprocs=2, start_method=method)
 
@@ -394,7 +394,7 @@ def _compare_with_one_rank(rank: int, rule: Rule) -> None:
             one = rule.route(torch.cat(parts), alone, training=True)
             expected, seen = one.assignment.chunk(2)[rank], one.observation
         if not torch.equal(mine.assignment, expected):
-            raise AssertionError(f"{rule}: two ranks assign differently from one")
+            raise AssertionError(f"{rule}: two ranks assign tokens differently from one rank")
         for tensor in mine.observation.tensors().values():
             dist.all_reduce(tensor)  # in place
         state, alone = rule.update(state, mine.observation), rule.update(alone, seen)

@@ -337,7 +337,7 @@ def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_agai
             ["--space", "optim.router_lr=0.1..1", "--methods", "dense,relu"],
             ["no option of method dense", "leave dense out"],
         ),
-        (["--space", "rule.warmup_steps=0..900"], ["--space rule.warmup_steps=0..900", "beyond the run"]),
+        (["--space", "rule.warmup_steps=0..900"], ["--space rule.warmup_steps=0..900", "longer than the run"]),
         (["--methods", "expert_treshold"], ["--methods expert_treshold", "did you mean expert_threshold?"]),
         (["--trials", 0], ["--trials: expected a whole number of at least 1 and at most 100000, not 0"]),
         (["--seeds", 0], ["--seeds", "at least 1, not 0"]),

@@ -169,7 +169,7 @@ def test_a_run_begun_from_another_has_warmup_and_decay_of_its_own_length(tmp_pat
     fresh = rule("--steps", 500)
     assert (fresh.warmup_steps, fresh.decay, fresh.estimator) == (100, 0.9619, "mean")
     assert rule("--steps", 500, "--rule.warmup-steps", 30, "--rule.decay", 0.5).warmup_steps == 30
-    with pytest.raises(ValueError, match="warmup_steps=600 is beyond the run of 500 steps"):
+    with pytest.raises(ValueError, match="warmup_steps=600 is longer than the run of 500 steps"):
         rule("--steps", 500, "--rule.warmup-steps", 600)
 
 

@@ -90,7 +90,7 @@ REFUSED = [
     ("expert_threshold", -1, "rate=-1 must be between 0 and num_experts=4"),
     ("expert_choice", 5, "rate=5 must be between 0 and num_experts=4"),
     ("token_choice", 1, "rate=1 needs cutoffs, which TC does not have"),
-    ("dense", 1, "rate=1 needs experts, but this model is dense"),
+    ("dense", 1, "rate=1 requires experts, but this model is dense"),
 ]
 
 

@@ -122,7 +122,7 @@ def test_scores_are_those_of_experts_and_no_other_slots(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t"
     path.write_bytes(b"PAR1 and no more")
-    with pytest.raises(ValueError, match="not a trace, or damaged; delete it"):
+    with pytest.raises(ValueError, match="not a trace, or is damaged; delete it"):
         Trace(path)
     monkeypatch.setattr(trace, "VERSION", 0)
     record_trace(model_of(None), windows(1), tmp_path / "old")

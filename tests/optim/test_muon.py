@@ -200,7 +200,7 @@ def test_a_vector_or_a_convolution_is_refused_with_its_shape_and_a_remedy(named:
     """The convolution was updated as 32 matrices of 3 x 3."""
     matrix, vector = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(shape))
     name = "norm.weight " if named else ""
-    message = re.escape(f"parameter {name}of shape {shape} is not a matrix") + ".*: give it to another optimizer"
+    message = re.escape(f"parameter {name}of shape {shape} is not a matrix") + ".*; use another optimizer"
     with pytest.raises(ValueError, match=message):
         Muon([("linear.weight", matrix), ("norm.weight", vector)] if named else [matrix, vector])
     muon = Muon([("linear.weight", matrix)] if named else [matrix])

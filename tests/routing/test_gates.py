@@ -202,7 +202,7 @@ def test_pairs_of_a_sequence_are_compared_by_their_shares_of_all_scores() -> Non
 
 @pytest.mark.parametrize("kind", [*BY_SCORES, SeqTopK])
 def test_null_scores_need_a_softmax_over_all_scores(kind: type[Rule]) -> None:
-    with pytest.raises(ValueError, match="null_scores=3 needs gate='softmax'"):
+    with pytest.raises(ValueError, match="null_scores=3 requires gate='softmax'"):
         kind(EXPERTS, 1, null_scores=3)
 
 

@@ -1,7 +1,7 @@
 """Kernels in C++ (`cpu`) and Triton (`gpu`), behind Python functions and operators.
 
-This module contains the switch for the C++ kernels, which are on by default, the definition of their operators, and
-helpers for layers and kernels that choose the dtype of their products or write their own derivatives.
+This module switches the C++ kernels on and off, defines their operators, and has helpers for layers and kernels that
+choose the dtype of their products or implement their own derivatives. Kernels are on by default.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _off = False
 
 
 def forbidden() -> str | None:
-    """Return the environment setting that forbids building and loading kernels, or None."""
+    """Return the environment setting that forbids building and loading kernels, or None if they are allowed."""
     return f"{VARIABLE}=0" if os.environ.get(VARIABLE) == "0" else None
 
 
 def switched_off() -> str | None:
-    """Return why the environment or `off` disables kernels; None if they are on."""
+    """Return why the environment or `off` disables kernels, or None if they are on."""
     return "they are switched off" if _off else forbidden()
 
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Replace kernels with PyTorch's operations, for comparison; existing decoders keep their kernels."""
+    """Use PyTorch's operations in place of kernels, for comparison. Existing decoders keep their kernels."""
     global _off
     before, _off = _off, True
     try:
@@ -48,19 +48,19 @@ def no_autocast(x: Tensor) -> torch.autocast:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Return x in the dtype in which `nn.Linear` would multiply it; without autocast, x itself."""
+    """Cast x to the dtype in which `nn.Linear` would multiply it. Without autocast, return x itself."""
     casts = x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
     return x.to(torch.get_autocast_dtype(x.device.type)) if casts else x
 
 
 class _NoBackward:
-    """Stands in for a function's context where no backward follows."""
+    """A stand-in for the context of a function that has no backward."""
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 def apply(function: type[Function], *arguments: Any) -> Any:
-    """Return function.apply(*arguments); without gradients, call only its forward, which is cheaper for a few rows."""
+    """Return function.apply(*arguments). Without gradients, only call forward, which is cheaper for a few rows."""
     if torch.is_grad_enabled():
         return function.apply(*arguments)
     return function.forward(_NoBackward(), *arguments)
@@ -73,9 +73,9 @@ def refuse_second_derivative() -> None:
 
 
 def operator(*mutates: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Turn a function into the operator `expert_threshold::NAME`, with the function's name and signature.
+    """Turn a function into an operator `expert_threshold::NAME` with the same name and signature.
 
-    Its body serves torch's tracer and returns tensors without data, in the shapes that C++ returns. mutates: the
+    Torch's tracer calls its body, which returns tensors without data in the shapes that C++ returns. mutates: the
     arguments that C++ modifies.
     """
 

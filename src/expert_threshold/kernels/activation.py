@@ -1,4 +1,4 @@
-"""Feed-forward nonlinearities and their derivatives, for layers and kernels that write their own backward."""
+"""Nonlinearities of feed-forwards and their derivatives, for layers and kernels that implement their own backward."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ActivationName = Literal["relu2", "swiglu"]
 class Activation(NamedTuple):
     """A nonlinearity on pre-activations h (…, rows, width · d_expert) and its derivative, both without autograd.
 
-    keep(h) returns what backward needs and may overwrite h; value(kept) returns the activation a; slope(kept, da)
-    returns the gradient of h divided by `scale`, a factor cheaper to apply where rows are narrow, and may overwrite da.
+    keep(h) returns what backward needs and may overwrite h. value(kept) returns the activation a. slope(kept, da)
+    returns the gradient of h divided by `scale`, which callers apply to narrower rows, and may overwrite da.
     """
 
     name: ActivationName
@@ -50,7 +50,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_named(name: str) -> Activation:
-    """Return the activation with that name. Raises ValueError if there is none."""
+    """Return the activation called `name`. Raises ValueError if there is none."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} is unknown; use one of {', '.join(get_args(ActivationName))}")
     return ACTIVATIONS[name]

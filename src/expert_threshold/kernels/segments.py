@@ -1,4 +1,4 @@
-"""All experts' rows in one buffer, each expert's rows contiguous; shapes depend only on the arguments' shapes."""
+"""One buffer for the rows of all experts, contiguous for each expert. Shapes only depend on those of the arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Segments(NamedTuple):
-    """Rows ordered by expert, then token: adjacent segments, one per expert, followed by padding."""
+    """Rows ordered by expert, then token, in one segment per expert. Segments are adjacent and followed by padding."""
 
     token: Tensor  # (rows,) the token of each row; 0 in padding
     pair: Tensor  # (rows,) token · experts + expert; tokens · experts in padding
@@ -19,10 +19,10 @@ class Segments(NamedTuple):
 
 
 def segments(assignment: Tensor, rows: int | None) -> Segments:
-    """Return the pairs of assignment (tokens, experts) bool, by expert, then token, in a buffer of `rows` rows.
+    """Return the pairs of assignment (tokens, experts) bool in a buffer of `rows` rows, ordered by expert, then token.
 
-    rows=None counts them, which waits for the device; while a compiler traces, it makes room for every possible pair.
-    Raises RuntimeError, on CUDA asynchronously, if there are more pairs than rows.
+    rows=None counts the pairs, which waits for the device; while a compiler traces, it reserves rows for every possible
+    pair. Raises RuntimeError, asynchronously on CUDA, if there are more pairs than rows.
     """
     if rows is None:
         rows = assignment.numel() if torch.compiler.is_compiling() else int(assignment.sum())
@@ -30,7 +30,7 @@ def segments(assignment: Tensor, rows: int | None) -> Segments:
     ends, fanout = assignment.sum(0).cumsum(0), assignment.sum(1).cumsum(0)
     if tokens and experts:
         torch._assert_async(
-            (ends[-1] <= rows), f"more token-expert pairs than the {rows} rows that were allocated for them"
+            (ends[-1] <= rows), f"there are more token-expert pairs than the {rows} rows allocated for them"
         )
     expert, token = assignment.T.nonzero_static(size=rows, fill_value=-1).unbind(1)
     padding = token < 0
@@ -44,5 +44,5 @@ def segments(assignment: Tensor, rows: int | None) -> Segments:
 
 
 def gate_of_rows(gates: Tensor, packed: Segments) -> Tensor:
-    """Return the gate of every row, 0 for padding."""
+    """Return the gate of every row, which is 0 in padding."""
     return torch.cat((gates.flatten(), gates.new_zeros(1))).index_select(0, packed.pair)

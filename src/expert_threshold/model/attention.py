@@ -20,12 +20,12 @@ from .presets import VALUE_GATE_CHANNELS
 
 
 class Cache:
-    """The past of sequences, one per row: every layer's keys and values, and what routing needs.
+    """The past of sequences, one per row: the keys and values of every layer, and what routing needs.
 
     Each row has its own length. A forward appends its i-th sequence to the i-th selected row, and `GPT` advances the
-    lengths; all rows are selected at first. Kernels read and write `held` in this layout, which has one position more
-    than capacity: with key offset, a token writes the slow half of its key to the next position. smeared: width of
-    `last`, each row's last embedding, which is zeros before the first token; 0 for a model without smear.
+    lengths. Initially, all rows are selected. Kernels read and write `held` in this layout, which has one position more
+    than the capacity: with key offset, a token writes the slow half of its key to the next position. smeared: the width
+    of `last`, which contains the last embedding of each row, or 0 for a model without smear.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Cache:
         return self.held.shape[2] - 1
 
     def select(self, rows: Sequence[int]) -> Cache:
-        """Return this cache with other rows selected; appending to either appends to both.
+        """Return this cache with other rows selected. Appending to either cache appends to both.
 
         Raises ValueError if a row is given twice or does not exist.
         """
@@ -62,13 +62,13 @@ class Cache:
         return selected
 
     def begin(self, row: int, pasts: Mapping[int, RoutingHistory]) -> None:
-        """Start an empty sequence in a row. pasts: `Router.past` of each MoE layer."""
+        """Start an empty sequence in a row. pasts: the `Router.past` of each MoE layer, keyed by layer."""
         self.lengths[row] = 0
         self.last[row] = 0
         self._pasts[row] = dict(pasts)
 
     def copies(self, rows: Sequence[int], capacity: int) -> Cache:
-        """Return a cache with the given capacity whose i-th row holds a copy of the sequence in rows[i]."""
+        """Return a cache with the given capacity whose i-th row contains a copy of the sequence in rows[i]."""
         layers, _, _, _, kv_heads, head_dim = self.held.shape
         smeared, dtype, device = self.last.shape[1], self.held.dtype, self.held.device
         other = Cache(layers, len(rows), kv_heads, capacity, head_dim, dtype, device, smeared)
@@ -81,19 +81,19 @@ class Cache:
         return other
 
     def pasts(self, layer: int) -> list[RoutingHistory]:
-        """Return the histories by which a layer routes the selected rows' next tokens."""
+        """Return the histories from which a layer routes the next tokens of the selected rows."""
         pasts = [(row, self._pasts[row].get(layer, RoutingHistory())) for row in self.rows]
-        # A forward that failed may have appended scores of tokens that were never counted.
+        # A failed forward may have appended the scores of tokens that were never counted.
         return [p if p.scores is None else p._replace(scores=p.scores[: self.lengths[row]]) for row, p in pasts]
 
     def append_scores(self, layer: int, scores: Tensor) -> None:
-        """Append router scores (rows, time, num_scores) to the selected rows' histories."""
+        """Append router scores (rows, time, num_scores) to the histories of the selected rows."""
         for row, past, new in zip(self.rows, self.pasts(layer), scores, strict=True):
             so_far = new if past.scores is None else torch.cat((past.scores, new))
             self._pasts[row][layer] = past._replace(scores=so_far)
 
     def advance(self, time: int) -> None:
-        """Count `time` more tokens in the selected rows."""
+        """Increase the lengths of the selected rows by `time` tokens."""
         for row in self.rows:
             self.lengths[row] += time
 
@@ -101,7 +101,7 @@ class Cache:
 class CacheSlice:
     """The part of a cache where one forward appends `time` tokens to each selected row.
 
-    positions: (rows, time), positions in the sequences; end: the length of the longest sequence afterwards.
+    positions: (rows, time), the positions in the sequences; end: the length of the longest sequence afterwards.
     """
 
     def __init__(self, cache: Cache, time: int) -> None:
@@ -121,7 +121,7 @@ class CacheSlice:
 
     def mask(self, window: int | None) -> Tensor | None:
         """Return the mask to add to attention scores (…, time, end), or None if every token attends to all keys up to
-        its own. window: the number of earlier tokens that a token attends to; None for all.
+        its own. window: the number of earlier tokens that a token attends to, or None for all.
         """
         if window not in self._masks:
             self._masks[window] = self._mask(window)
@@ -136,16 +136,16 @@ class CacheSlice:
         return _mask(positions, torch.arange(self.end, device=positions.device), window, self.cache.held.dtype)
 
     def last(self) -> Tensor:
-        """Return the embeddings (rows, d_model) of each row's preceding token, or zeros before its first token."""
+        """Return the embedding of the last token in each row, (rows, d_model), or zeros if the row is empty."""
         return self.cache.last[self._chosen]
 
     def keep_last(self, embedded: Tensor) -> None:
-        """Keep each row's last embedding, from (rows, time, d_model), for the next forward's `last`."""
+        """Store the last embedding of each row in (rows, time, d_model) for the next forward to read as `last`."""
         if embedded.shape[1]:
             self.cache.last[self._chosen] = embedded[:, -1]
 
     def append(self, layer: int, keys: Tensor, values: Tensor, key_offset: bool = False) -> tuple[Tensor, Tensor]:
-        """Append (rows, kv_heads, time, head_dim) to the cache of `layer`; return the first `end` of each row.
+        """Append (rows, kv_heads, time, head_dim) to the cache of `layer` and return the first `end` of each row.
 
         key_offset: return keys as `delay` does.
         """
@@ -163,7 +163,7 @@ class CacheSlice:
 
 
 def _mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the mask to add to attention scores: −∞ if a key is later than a query or outside its window, else 0."""
+    """Return the mask to add to attention scores: −∞ if a key is after the query or outside its window, otherwise 0."""
     hidden = keys > queries
     if window is not None:
         hidden |= keys < queries - window
@@ -171,14 +171,14 @@ def _mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype)
 
 
 def rotary(positions: Tensor, head_dim: int, base: float = 10_000.0, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, (…, time, head_dim / 2) float32, times `scale`, for positions (…, time)."""
+    """Return cosines and sines, (…, time, head_dim / 2) float32, for positions (…, time), multiplied by `scale`."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     angles = positions[..., None] * frequencies
     return angles.cos() * scale, angles.sin() * scale
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of x (…, time, head_dim) by the positions' angles (RoPE), outside autograd."""
+    """Rotate the halves of x (…, time, head_dim) by the angles of the positions (RoPE), outside autograd."""
     y = x.new_empty(x.shape)
     (a, b), (out_a, out_b) = x.chunk(2, -1), y.chunk(2, -1)
     torch.mul(a, cos, out=out_a).addcmul_(b, sin)
@@ -187,14 +187,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _inverse_rms(x: Tensor) -> Tensor:
-    """Return 1 / √(mean x² + ε) over the last dimension, which is kept, in float32."""
+    """Return 1 / √(mean x² + ε) in float32, with the mean over the last dimension, which is kept."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     mean_squares: Tensor = norms.square_().div_(x.shape[-1])
     return mean_squares.add_(torch.finfo(torch.float32).eps).rsqrt_()
 
 
 class _Norm(torch.autograd.Function):
-    """x / rms(x), rotated by cos and sin if given; saves only the input and one number per row.
+    """x / rms(x), rotated by cos and sin if given. Only the input and one number per row are saved for backward.
 
     Rotation preserves length, so the norm can come last. The rotary table may include a scale.
     """
@@ -227,7 +227,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the norm, then rotary positions and their scale, to x (batch, heads, time, head_dim)."""
+    """Apply the norm, rotary positions and their scale to x (batch, heads, time, head_dim)."""
     if torch.compiler.is_compiling():
         a, b = norm(x).chunk(2, -1)
         return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
@@ -236,8 +236,8 @@ def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def halves(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two views of keys (…, head_dim), both (…, 2, pairs): the channels that rotate fast, and the ⌊head_dim / 4⌋
-    pairs that rotate slowest.
+    """Return two views of keys (…, head_dim), both (…, 2, pairs): the fast-rotating channels, and the ⌊head_dim / 4⌋
+    pairs of channels that rotate slowest.
     """
     pairs = keys.shape[-1] // 2
     fast, slow = keys.unflatten(-1, (2, pairs)).split((pairs - pairs // 2, pairs // 2), -1)
@@ -245,9 +245,9 @@ def halves(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def delay(keys: Tensor) -> Tensor:
-    """Replace the slow half of rotated keys (…, time, head_dim) by the previous token's, or zeros for the first token.
+    """Replace the slow half of rotated keys (…, time, head_dim) by that of the previous token, or zeros at the start.
 
-    A query then finds a token by what preceded it, within one layer ("partial key offset", pull request 169 of
+    A query can then find a token by what preceded it, within one layer ("partial key offset", pull request 169 of
     modded-nanogpt).
     """
     fast, slow = halves(keys)
@@ -258,10 +258,10 @@ QUERIES_PER_BLOCK = 256
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Causal softmax(q kᵀ / √head_dim) v, saving the probabilities. q, k, v: (batch · heads, time, head_dim).
+    """Causal softmax(q kᵀ / √head_dim) v, which saves the probabilities. q, k, v: (batch · heads, time, head_dim).
 
-    Each block of queries uses only the keys up to its end, from the first query's window on. Used for bfloat16 on CPUs
-    without our kernels, where torch's fused attention is slower; in float32, torch's is faster.
+    Each block of queries uses only the keys between the start of the first query's window and the end of the block.
+    This is used for bfloat16 on CPUs without our kernels, where torch's fused attention is slower, unlike in float32.
     """
 
     @staticmethod
@@ -297,7 +297,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels that accept a growing cache as is. cuDNN, torch's first choice on Hopper, would plan for every new length."""
+"""Kernels that support a growing cache. cuDNN, torch's first choice on Hopper, would make a plan for every length."""
 
 
 def attend(
@@ -309,9 +309,9 @@ def attend(
     *,
     grows: bool = False,
 ) -> Tensor:
-    """Return attention (batch, heads, time, head_dim); k and v may have fewer heads. Without a mask, attention is
-    causal: each query attends to `window` keys before its own, or to all if None; a single query attends to every key.
-    grows: the number of keys changes with every call.
+    """Return the output of attention (batch, heads, time, head_dim). k and v may have fewer heads. Without a mask,
+    attention is causal: each query attends to `window` keys before its own, or to all if None. A single query attends
+    to every key. grows: whether the number of keys changes with every call.
     """
     causal = mask is None and q.shape[2] > 1
     if q.is_cpu and q.dtype == torch.bfloat16 and causal:
@@ -336,7 +336,7 @@ def has_flash(q: Tensor) -> bool:
 
 
 def _within_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Return causal attention in which a query attends to `window` keys before its own, computing no others."""
+    """Return causal attention in which each query attends to `window` keys before its own. Other keys cost nothing."""
     from torch.nn.attention.varlen import varlen_attn
 
     batch, heads, time, _ = q.shape
@@ -349,7 +349,7 @@ def _within_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 class _AddToLast(torch.autograd.Function):
-    """Adds y (…, m) to the last m channels of x (…, n) in place; autograd's own derivative would copy x."""
+    """Adds y (…, m) to the last m channels of x (…, n) in place, since autograd's own derivative would copy x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -364,10 +364,10 @@ class _AddToLast(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Multi-head attention; kv_heads < heads is grouped-query attention.
+    """Multi-head attention, or grouped-query attention if kv_heads < heads.
 
-    window: the number of earlier tokens that a token attends to; None for all. vocab_size: rows of the table of value
-    embeddings; None for no table. key_offset: half of each key comes from the previous token, see `delay`.
+    window: the number of earlier tokens that a token attends to, or None for all. vocab_size: the number of value
+    embeddings, or None for no value embeddings. key_offset: take half of each key from the previous token, see `delay`.
     """
 
     def __init__(
@@ -397,8 +397,8 @@ class Attention(nn.Module):
         self._joined: Tensor | None = None
 
     def joined(self, *, keep: bool = False) -> Tensor:
-        """Return the weights of queries, keys and values as one matrix. keep: for weights that no longer change; later
-        calls return the same matrix, without gradients.
+        """Return the weights of queries, keys and values as one matrix. keep: the weights no longer change, so that
+        later calls can return the same matrix, without gradients.
         """
         if self._joined is not None:
             return self._joined
@@ -410,8 +410,8 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, span: CacheSlice | None, layer: int, tokens: Tensor | None = None
     ) -> Tensor:
-        """Return the attention of x (batch, time, d_model), appending keys and values to the cache if there is a span.
-        cos, sin: the rotary table of x; tokens: (batch, time) int64, needed by value embeddings.
+        """Return the attention of x (batch, time, d_model). If `span` is given, append keys and values to the cache.
+        cos, sin: the rotary table of x; tokens: (batch, time) int64, which value embeddings require.
         """
         projections = self.query, self.key, self.value
         if plain(*projections):
@@ -424,7 +424,7 @@ class Attention(nn.Module):
             projected = _AddToLast.apply(projected, self._value_embeddings(x, tokens).flatten(2))
         projected = projected.unflatten(-1, (-1, self.head_dim))
         output: Tensor
-        # The kernel knows only these arguments. A new option of attention must be passed, or keep the kernel out.
+        # The kernel supports only these arguments. A new option of attention must be passed to it or prevent its use.
         if span is None and (kernel := override("attention", projected)) is not None:
             output = self.output(kernel(projected, cos, sin, kv_heads, self.window, self.key_offset).flatten(2))
             return output

@@ -1,4 +1,4 @@
-"""Measures cutoffs and score sketches on text, without training."""
+"""Measures cutoffs and score sketches on a text, without training."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def calibrate(
     experts_per_token: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Observation, ...]:
-    """Set every layer's cutoffs in one pass, to their mean over batches that are each a pool of expert choice. Returns
-    the observations.
+    """Set the cutoffs of every layer in one pass, to their mean over batches. Each batch is one pool of expert choice.
+    Returns the observations.
 
-    batches: tokens and the targets that follow them, (batch, time) int64 each; windows from all over the text, as a
-    loader yields them, make better pools. Weights and step counts do not change; if training continues, its running
-    means start from the measured cutoffs. experts_per_token: the rate; None uses the rule's. progress receives the
-    number of batches done. Raises ValueError, with cutoffs unchanged, if there are no batches, a batch is too small for
-    one token per expert, or scores are not finite.
+    batches: tokens and the targets that follow them, each (batch, time) int64. Pools are better if windows come from
+    all over the text, as in a loader. Weights and step counts do not change. If training continues, running means start
+    from the measured cutoffs. experts_per_token: the rate; None uses the rule's. progress is called with the number of
+    batches done. Raises ValueError and leaves cutoffs unchanged if there are no batches, if a batch is too small for
+    one token per expert, or if scores are not finite.
     """
     rule = model.config.rule
     assert rule is not None
@@ -50,7 +50,7 @@ def calibrate(
         for router, own in zip(routers, rules, strict=True):
             router.rule = own
     if observations is None:
-        raise ValueError("no text to calibrate on; give at least one batch")
+        raise ValueError("there is no text to calibrate on; give at least one batch")
     for (layer, _), observation in zip(model.moe_layers(), observations, strict=True):
         if problem := scores_not_finite(observation, f"layer {layer}"):
             raise ValueError(f"{problem}; calibrate an earlier checkpoint")

@@ -1,4 +1,4 @@
-"""Cross-entropy of a softcapped head, in chunks of tokens, so that the full logits never exist."""
+"""Cross-entropy of a softcapped head, computed in chunks of tokens, so that the full logits never exist."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import Tensor
 from ..kernels import gpu, refuse_second_derivative
 from ..kernels.cpu.blocks import override
 
-# Logits per chunk: few enough for a CPU's cache, but enough to fill a GPU. They exist three times in float32, or once
-# in the kernel's bfloat16, where fewer chunks also mean fewer additions to the head's gradient.
+# Logits in a chunk: few enough for a CPU's cache, but enough to fill a GPU. They exist three times in float32, or once
+# in bfloat16 in the kernel, where fewer chunks also mean fewer additions to the head's gradient.
 LOGITS_PER_CHUNK = {"cpu": 1 << 20, "gpu": 1 << 26, "kernel": 1 << 29}
 
 
 class CrossEntropy(NamedTuple):
-    """mean: the differentiable mean over tokens whose target is not -1. token_losses: (tokens,), without gradient."""
+    """mean: the differentiable mean over tokens whose targets are not -1. token_losses: (tokens,), without gradient."""
 
     mean: Tensor
     token_losses: Tensor
 
 
 def softcap_logits(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap · tanh(logits / softcap) in float32; None disables the softcap."""
+    """Return softcap · tanh(logits / softcap) in float32. None disables the softcap."""
     logits = logits.float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> CrossEntropy:
-    """Return cross-entropy in nats of logits (tokens, vocab) float32; targets of -1 are ignored."""
+    """Return the cross-entropy in nats for logits (tokens, vocab) float32. Targets of -1 are ignored."""
     losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
     return CrossEntropy(losses.sum() / (targets >= 0).sum().clamp(min=1), losses.detach())
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> CrossEntropy:
-    """Return cross-entropy in nats of the head `weight` (vocab, d_model) on x (tokens, d_model); targets: (tokens,).
+    """Return the cross-entropy in nats for x (tokens, d_model), a head `weight` (vocab, d_model) and targets (tokens,).
 
     Targets of -1 are ignored. Gradients are computed along with each chunk's logits, so that memory does not grow with
     tokens × vocab.
@@ -54,7 +54,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
 def _cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses (tokens,) and the gradients of their sum, up to `ctx.slopes`, or empty without `with_gradient`.
+    """Return losses (tokens,) and the gradients of their sum, up to `ctx.slopes` and empty unless `with_gradient`.
 
     With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ minus a constant, which cancels in a softmax; the
     derivative is 4 σ (1 − σ). So one exponential suffices where tanh needs several.
@@ -94,9 +94,9 @@ def _cross_entropy(
 def _softmax_slopes(
     logits: Tensor, wanted: Tensor, losses: Tensor, softcap: float | None, with_gradient: bool, buffers: list[Tensor]
 ) -> None:
-    """Write the losses (rows,) of logits (rows, vocab); if `with_gradient`, replace the logits by their slopes.
+    """Write the losses (rows,) for logits (rows, vocab). If `with_gradient`, replace the logits by their slopes.
 
-    buffers: three of float32, each with at least as many rows.
+    buffers: three float32 buffers, each with at least as many rows.
     """
     sigma, scores, shares = (buffer[: len(logits)] for buffer in buffers)
     scores.copy_(logits)
@@ -115,7 +115,7 @@ def _softmax_slopes(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to the total, accumulating in float32 where the GPU multiplies narrower numbers."""
+    """Add left @ right to `total`, accumulating in float32 even if a GPU multiplies narrower numbers."""
     if left.is_cuda and left.dtype != total.dtype == torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -132,7 +132,7 @@ def _(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes gradients along with the losses and saves them for backward."""
+    """Cross-entropy that computes gradients along with the losses and saves them for backward."""
 
     @staticmethod
     def forward(

@@ -43,19 +43,19 @@ KeyOffset = Literal["last", "all"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The model's options. rule=None makes a dense model: every layer has a feed-forward of width d_feed_forward.
+    """The options of a model. With rule=None, it is dense: every layer has a feed-forward of width d_feed_forward.
 
-    Raises ValueError if an option is invalid or options contradict each other.
+    Raises ValueError if an option is invalid or if options contradict each other.
     """
 
-    vocab_size: Count = option(65536, "Tokens in the vocabulary.")
-    context: Count = option(2048, "Tokens in a sequence, at most.")
+    vocab_size: Count = option(65536, "Number of tokens in the vocabulary.")
+    context: Count = option(2048, "Maximum number of tokens in a sequence.")
     layers: Annotated[int, Bounds(least=1, most=1_000)] = option(12, "Transformer layers.")
-    d_model: Count = option(768, "Width of the model. A preset's other widths scale in proportion unless they are set.")
+    d_model: Count = option(768, "Width of the model. Other widths of a preset scale with it unless they are set.")
     heads: Count = option(6, "Attention heads.")
-    kv_heads: Count = option(6, "Key-value heads. Fewer than heads means grouped-query attention.")
+    kv_heads: Count = option(6, "Number of key-value heads. Fewer than heads means grouped-query attention.")
     d_expert: Count = option(1536, "Hidden width of an expert.")
-    d_feed_forward: Count = option(3072, "Hidden width of dense layers.")
+    d_feed_forward: Count = option(3072, "Hidden width of the feed-forward in dense layers.")
     shared_experts: NonNegativeInt = option(1, "Number of experts that process every token.")
     dense_layers: NonNegativeInt = option(1, "Number of leading layers without experts.")
     softcap: ClassVar[float] = 15.0  # bounds logits to ± this value, in the paper, nanochat and the release
@@ -65,32 +65,32 @@ class GPTConfig:
     activation: ActivationName = option("relu2", "Activation of the feed-forwards.")
     z_loss: NonNegative | None = option(None, "Strength of the router z-loss. none disables it.")
     initialization: Initialization = option(
-        "paper", "Distribution of the initial weights. Has no effect on a trained model."
+        "paper", "Distribution of the initial weights. It has no effect on a trained model."
     )
     value_embeddings: ValueEmbeddings | None = option(
         None,
-        "Layers that add a learned, gated vector of each token to its value. alternate means every other layer, "
-        "including the last. Omit for none.",
+        "Layers that add a learned, gated embedding of each token to its attention value. alternate selects every "
+        "other layer, including the last. Omit for none.",
     )
-    residual_scalars: bool = option(False, "Scale the residual stream by a learned number before each layer.")
+    residual_scalars: bool = option(False, "Multiply the residual stream by a learned number before each layer.")
     skip_scalars: bool = option(False, "Add the first layer's input, times a learned number, to each layer's input.")
     smear: bool = option(False, "Add a gated part of the previous token's embedding to each token's embedding.")
     backout: bool = option(False, "Subtract the middle layer's output, times a learned number, before the head.")
     qk_scale: Annotated[float, Bounds(above=0, most=100)] = option(
-        1.0, "Scale of queries and keys after their norm. Values above 1 sharpen attention."
+        1.0, "Factor applied to queries and keys after normalization. Values above 1 sharpen attention."
     )
     rotary_base: Annotated[float, Bounds(above=1, most=10**12)] = option(
         10_000.0, "Base of the rotary embeddings' wavelengths."
     )
     key_offset: KeyOffset | None = option(
         None,
-        "Layers that take the slowest-rotating half of each key from the previous token, so that a single layer can "
-        "find what followed a token. Omit for none.",
+        "Layers in which the slowest-rotating half of each key comes from the previous token, so that a single layer "
+        "can find what followed a token. Omit for none.",
     )
     windows: str | None = option(
         None,
-        "Sliding-window pattern, such as SSSL, repeated over the layers. L attends to all tokens, S to a window. The "
-        "last layer is always L. Defaults to L everywhere.",
+        "Sliding-window pattern, such as SSSL, which is repeated over the layers. L layers attend to all tokens, S "
+        "layers to a window. The last layer is always L. Defaults to L for all layers.",
     )
     short_window: Count | None = option(
         None,
@@ -99,8 +99,8 @@ class GPTConfig:
     )
     dispatch: DispatchName = option(
         "auto",
-        "Backend that computes the experts. auto chooses by measurement in training on a GPU; otherwise cpu if the "
-        "processor has kernels, else grouped.",
+        "Backend that computes the experts. In training on a GPU, auto chooses the fastest by measurement; "
+        "otherwise, it chooses cpu if the processor has kernels, or else grouped.",
     )
 
     def __post_init__(self) -> None:
@@ -111,26 +111,26 @@ class GPTConfig:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.key_offset is not None and self.d_model // self.heads < 4:
             raise ValueError(
-                f"key_offset={self.key_offset!r} needs heads of width 4 or more; heads={self.heads} gives 2"
+                f"key_offset={self.key_offset!r} requires heads of width 4 or more, but heads={self.heads} gives 2"
             )
         if self.dense_layers > self.layers:
             raise ValueError(f"dense_layers={self.dense_layers} must be at most layers={self.layers}")
         if self.windows is not None and not set(self.windows) <= set("SL"):
-            raise ValueError(f"windows={self.windows!r} must be a pattern of S and L such as SSSL; None means all L")
+            raise ValueError(f"windows={self.windows!r} must be a pattern of S and L, such as SSSL, or None for all L")
         if self.short_window is not None and "S" not in (self.windows or ""):
-            raise ValueError(f"short_window={self.short_window} needs short layers; set windows, such as SSSL")
+            raise ValueError(f"short_window={self.short_window} requires S layers; set windows, such as SSSL")
         if self.rule is not None:
             require_rule(self.rule)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:
-        """Return the preset with that name, with changes. Raises ValueError if there is none."""
+        """Return the preset called `name`, with the given changes. Raises ValueError if there is no such preset."""
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
         return cls(**(PRESETS[name] | changes))
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Return True if the layer has a table of value embeddings."""
+        """Return True if the layer has value embeddings."""
         alternates = self.value_embeddings == "alternate" and layer % 2 == (self.layers - 1) % 2
         return alternates or self.value_embeddings == "all"
 
@@ -139,38 +139,38 @@ class GPTConfig:
         return self.key_offset == "all" or (self.key_offset == "last" and layer == self.layers - 1)
 
     def window(self, layer: int) -> int | None:
-        """Return the number of earlier tokens that a token sees in the layer; None for all."""
+        """Return the number of earlier tokens that a token attends to in the layer, or None for all."""
         if self.windows is None or layer == self.layers - 1 or self.windows[layer % len(self.windows)] == "L":
             return None
         return 128 * math.ceil(self.context / 512) if self.short_window is None else self.short_window
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as the sections `model` and `rule` of config.json."""
+        """Return the configuration as the sections `model` and `rule` of a config.json."""
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rule"}
         return {"model": options, "rule": rule_to_dict(self.rule)}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> GPTConfig:
-        """Return the configuration from its `to_dict`, or from a whole config.json.
+        """Create a configuration from the result of `to_dict` or from a whole config.json.
 
         Raises ValueError if a section is missing or an option is unknown.
         """
         for section in ("model", "rule"):
             if not isinstance(record.get(section), Mapping):
-                raise ValueError(f"section {section!r} is missing or damaged; restore the file from a copy")
+                raise ValueError(f"section {section!r} is missing or damaged; restore the file from a backup")
         options = record["model"]
         require_valid(cls, options)
         if "rule" in options:
-            raise ValueError("option 'rule' is unknown; put the rule in section 'rule'")
+            raise ValueError("option 'rule' is unknown; put the rule in the section 'rule'")
         return cls(**options, rule=rule_from_dict(record["rule"]))
 
 
 class Output(NamedTuple):
-    """The results of a forward. Given targets, logits is None; without targets, the losses are None.
+    """The results of a forward pass. With targets, logits is None; without targets, the losses are None.
 
-    logits: (batch, time, vocab) float32; loss: the scalar for backward, including routing losses; cross_entropy: its
-    main part, in nats per token; token_losses: (batch, time) float32 without gradient, 0 where the target is -1.
-    observations and routings have one entry per MoE layer; routings is None unless recorded.
+    logits: (batch, time, vocab) float32; loss: the scalar to call backward on, including routing losses; cross_entropy:
+    the main part of the loss, in nats per token; token_losses: (batch, time) float32 without gradient, 0 where the
+    target is -1. observations and routings have one entry per MoE layer; routings is None unless recorded.
     """
 
     logits: Tensor | None
@@ -182,7 +182,7 @@ class Output(NamedTuple):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)), whose feed-forward is dense or made of experts."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), where the feed-forward is dense or has experts."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Block(nn.Module):
 
 
 def _as_the_trunk(part: str, weight: Tensor, generator: torch.Generator | None) -> bool:
-    """Draw a weight that the paper's trunk lacks as nanochat does at 92d63d4 (July 2026); return False for others."""
+    """Draw a weight that only nanochat's trunk has, as at 92d63d4 (July 2026); return False for other weights."""
     if part == "value_embed":
         bound = (3 / weight.shape[-1]) ** 0.5
         weight.uniform_(-bound, bound, generator=generator)
@@ -258,9 +258,9 @@ def _as_the_paper(part: str, weight: Tensor, generator: torch.Generator | None) 
 
 
 def _as_nanochat(part: str, weight: Tensor, generator: torch.Generator | None) -> None:
-    """Draw a weight as in nanochat at 92d63d4 (July 2026); draw a router, which nanochat lacks, as in the paper.
+    """Draw a weight as in nanochat at 92d63d4 (July 2026), except for routers, which are drawn as in the paper.
 
-    Uniform weights have a standard deviation of d_in^(−1/2), or 0.4 times that at a feed-forward's input.
+    Uniform weights have a standard deviation of d_in^(−1/2), or 0.4 times as much at the input of a feed-forward.
     """
     bound = (3 / weight.shape[-1]) ** 0.5
     if part in ("output", "down"):
@@ -282,10 +282,10 @@ def _learned(count: int, there: bool) -> nn.Parameter | None:
 
 
 class GPT(nn.Module):
-    """Rotary positions, RMSNorm without parameters, QK norm, untied embeddings, softcapped logits.
+    """A GPT with rotary positions, RMSNorm without parameters, QK norm, untied embeddings and softcapped logits.
 
-    With all pieces of the trunk, layer i computes x ← block_i(λ_i x + μ_i s), where s is the smeared embedding, and the
-    head reads norm(x − β x_mid), where x_mid is the middle layer's output.
+    With all options of the trunk enabled, layer i computes x ← block_i(λ_i x + μ_i s), where s is the smeared
+    embedding, and the head reads norm(x − β x_mid), where x_mid is the middle layer's output.
 
     Master weights are float32; products run in compute_dtype. Random numbers come from torch's global generator.
     """
@@ -311,7 +311,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Apply the configured initialisation, including rule states."""
+        """Apply the configured initialisation and reset the states of the rules."""
         initialize = {"paper": _as_the_paper, "nanochat": _as_nanochat}[self.config.initialization]
         for name, weight in self.named_parameters():
             part = name.removesuffix(".weight").rsplit(".", 1)[-1]
@@ -335,11 +335,11 @@ class GPT(nn.Module):
         record: bool = False,
         last: bool = False,
     ) -> Output:
-        """Return the output for tokens and targets (batch, time) int64; targets of -1 are ignored.
+        """Return the output for tokens and targets, both (batch, time) int64. Targets of -1 are ignored.
 
-        With a cache, at inference only, each row of tokens continues the sequence in its row of the cache and is
-        appended to it. last: compute logits only for the last token. Products run in the model's compute dtype, even
-        under autocast. Raises ValueError if a sequence exceeds the context.
+        With a cache, which is for inference only, each row of tokens is appended to the sequence in its row of the
+        cache. last: compute logits for the last token only. Products run in the compute dtype of the model, even under
+        autocast. Raises ValueError if a sequence exceeds the context.
         """
         with no_autocast(tokens):
             return self._forward(tokens, targets, cache, record, last)
@@ -398,12 +398,12 @@ class GPT(nn.Module):
         return Output(None, loss, mean, token_losses.view(targets.shape), observations, recorded)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines (…, time, head_dim / 2) float32, times qk_scale, for positions (…, time)."""
+        """Return cosines and sines (…, time, head_dim / 2) float32 for positions (…, time), multiplied by qk_scale."""
         head_dim = self.config.d_model // self.config.heads
         return rotary(positions, head_dim, self.config.rotary_base, self.config.qk_scale)
 
     def _smeared(self, x: Tensor, span: CacheSlice | None) -> Tensor:
-        """Return x_t + λ σ(gate(x_t)) x_{t−1} if the model has smear, else x; x: (batch, time, d_model)."""
+        """Return x_t + λ σ(gate(x_t)) x_{t−1} if the model has smear, otherwise x. x: (batch, time, d_model)."""
         if self.smear_gate is None:
             return x
         assert self.smear_scalar is not None
@@ -414,7 +414,7 @@ class GPT(nn.Module):
         return y
 
     def _mixed(self, x: Tensor, start: Tensor, layer: int) -> Tensor:
-        """Return λ x + μ start for the layer, omitting scalars that the model lacks."""
+        """Return λ x + μ start for the layer, without the scalars that the model lacks."""
         if self.residual_scalars is not None:
             x = self.residual_scalars[layer].to(x.dtype) * x
         if self.skip_scalars is not None:
@@ -422,29 +422,29 @@ class GPT(nn.Module):
         return x
 
     def set_rate(self, rate: float | None) -> None:
-        """Set the mean fanout at inference to `rate` in every MoE layer; None restores the trained one.
+        """Set the mean fanout at inference to `rate` in every MoE layer. None restores the trained rate.
 
-        Raises ValueError as `check_rate` does.
+        Raises the same errors as `check_rate`.
         """
         self.check_rate(rate)
         for _, moe in self.moe_layers():
             moe.router.rate = rate
 
     def check_rate(self, rate: float | None) -> None:
-        """Raise ValueError if the rate is not between 0 and num_experts, or if the model lacks cutoffs or sketches."""
+        """Raise ValueError if the rate is not between 0 and num_experts, or if the model has no cutoffs or sketches."""
         if rate is not None and not self.moe_layers():
-            raise ValueError(f"rate={rate} needs experts, but this model is dense; use one with a routing rule")
+            raise ValueError(f"rate={rate} requires experts, but this model is dense; use a model with a routing rule")
         for _, moe in self.moe_layers():
             moe.router.at_rate(rate)
 
     def update_rules(self, observations: tuple[Observation, ...]) -> None:
-        """Update every layer's rule, once per optimizer step. observations: summed over micro-batches and ranks."""
+        """Update the rule of every layer, once per optimizer step, from sums over micro-batches and ranks."""
         for (_, moe), observation in zip(self.moe_layers(), observations, strict=True):
             moe.router.update(observation)
 
     @property
     def adapted(self) -> bool:
-        """True if adapters or hooks, and not only weights, determine what the model computes."""
+        """Whether adapters or hooks change what the model computes from its weights."""
         ours = __name__.partition(".")[0]
         return any(
             hooked(module, except_by=FollowerHook)
@@ -453,12 +453,12 @@ class GPT(nn.Module):
         )
 
     def snapshot(self) -> GPT:
-        """Return a copy for inference with matrices in the compute dtype; valid until this model's weights change.
+        """Return a copy for inference with matrices in the compute dtype, valid until this model's weights change.
 
-        Matrices that need no cast are shared with this model, so that a server holds them once. The projections of
-        queries, keys and values are copied, so a training step would leave the copy a mixture of old and new.
-        Embeddings and routers keep their dtype, since a forward casts no more than what it looks up in them. An
-        `adapted` model is copied as is.
+        Matrices that need no cast are shared with this model, so that a server stores them only once. The projections
+        of queries, keys and values are copied, so the copy would mix old and new weights after a training step.
+        Embeddings and routers keep their dtype, since a forward only casts the rows that it looks up. An `adapted`
+        model is copied as is.
         """
         if self.adapted:
             return copy.deepcopy(self).eval().requires_grad_(False)
@@ -477,7 +477,7 @@ class GPT(nn.Module):
         return other.eval().requires_grad_(False)
 
     def new_cache(self, batch: int, length: int) -> Cache:
-        """Return an empty cache for `batch` sequences of up to `length` tokens."""
+        """Return an empty cache for `batch` sequences of up to `length` tokens each."""
         head_dim = self.config.d_model // self.config.heads
         weight = self.embed.weight
         return Cache(

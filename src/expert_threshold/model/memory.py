@@ -1,6 +1,6 @@
-"""A formula for the memory of a training step: what each layer keeps for backward, and what its backward adds.
+"""Estimates the memory of a training step: what each layer keeps for backward, and what its backward adds.
 
-Small tensors are ignored: one number per token or per head, and what a rule computes besides scores and gates.
+Small tensors are ignored, such as one number per token or head, or what a rule computes besides scores and gates.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ FLOAT32, INT64 = 4, 8  # bytes
 
 
 class Memory(NamedTuple):
-    """Bytes at one moment.
+    """The bytes in use at one moment.
 
-    dispatch: tensors kept by routers and routed experts; logits: the head's loss; casts: weights in the compute dtype;
-    gradients: gradients of weights; activations: everything else.
+    dispatch: tensors kept by routers and routed experts; logits: the loss of the head; casts: weights in the compute
+    dtype; gradients: gradients of weights; activations: everything else.
     """
 
     activations: int = 0
@@ -39,8 +39,8 @@ class Memory(NamedTuple):
 class Step(NamedTuple):
     """The last micro-batch of a step on one device.
 
-    rows: rows in each layer's buffers for token-expert pairs. dispatch: the backend; None without experts.
-    accumulates: earlier micro-batches left gradients.
+    rows: rows in the buffers of each layer for token-expert pairs. dispatch: the backend, or None without experts.
+    accumulates: True if there are gradients from earlier micro-batches.
     """
 
     tokens: int
@@ -59,7 +59,7 @@ class _Layer(NamedTuple):
 
 
 def backend(config: GPTConfig, tokens: int, dtype: torch.dtype, *, gpu: bool) -> str | None:
-    """Return the backend that `auto` would choose on a Hopper GPU or on this CPU; None for a model without experts."""
+    """Return the backend that `auto` would choose on a Hopper GPU or this CPU, or None for a model without experts."""
     if config.rule is None or config.dense_layers == config.layers:
         return None
     if config.dispatch != "auto":
@@ -71,13 +71,13 @@ def backend(config: GPTConfig, tokens: int, dtype: torch.dtype, *, gpu: bool) ->
 
 
 def moments(config: GPTConfig, step: Step) -> list[Memory]:
-    """Return the memory during the loss, then during each block's backward, from the last block to the first."""
+    """Return the memory during the loss, and then during the backward of each block, from the last to the first."""
     row = config.d_model * step.tokens * step.dtype.itemsize
     layers = [_layer(config, step, layer) for layer in range(config.layers)]
     head = config.vocab_size * config.d_model * FLOAT32
     gradients = 2 * head + sum(layer.gradients for layer in layers) if step.accumulates else 0
     inputs = (1 + config.residual_scalars) * row
-    # Besides blocks: the embedding and the head's input; with smear, also the previous embedding and their sum.
+    # Outside blocks: the embedding and the input of the head; with smear, also the previous embedding and the sum.
     now = Memory(activations=inputs * config.layers + (2 + 2 * config.smear) * row)
     if not step.checkpointing:
         now = _add(now, *(layer.kept for layer in layers))
@@ -138,7 +138,7 @@ def _layer(config: GPTConfig, step: Step, layer: int) -> _Layer:
 
 
 def _logits(config: GPTConfig, step: Step) -> int:
-    """Return the bytes of the head's loss: its buffers, and the gradients of its input and weight."""
+    """Return the bytes of the loss of the head: its buffers, and the gradients of its input and weight."""
     size, vocab, width = step.dtype.itemsize, config.vocab_size, config.d_model
     x, weight = torch.empty(1, dtype=step.dtype).expand(step.tokens, width), torch.empty(1).expand(vocab, width)
     if not step.gpu and override("cross_entropy", x, weight, config.softcap) is not None:

@@ -1,4 +1,4 @@
-"""Model sizes by name, and their parameters and FLOPs, counted without allocating weights."""
+"""Named model sizes, and functions that count parameters and FLOPs without allocating weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .gpt import GPTConfig
 
 
-# Number of input channels that the gates of value embeddings and of smear read; all if there are fewer.
+# Number of input channels that the gates of value embeddings and smear read, or all if there are fewer.
 VALUE_GATE_CHANNELS, SMEAR_GATE_CHANNELS = 12, 24
 
 
@@ -68,10 +68,10 @@ TRUNKS["tuned"] = TRUNKS["nanochat"] | {"windows": None, "key_offset": "last"}
 
 
 def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[str, int]:
-    """Return parameters by part, their `total`, and `active`, the mean used per token, including embedding and head.
+    """Return the number of parameters in each part, in `total` and `active`, the mean number that a token uses.
 
-    Value embeddings are look-ups: only the token's own vector in each table is active, and it costs no product.
-    rate: routed experts per token in each layer; None uses the rule's.
+    All counts include the embedding and the head. Value embeddings are look-ups, so only the token's own vector in each
+    table is active. rate: routed experts per token in each layer; None uses the rule's.
     """
     matrices = 3 if config.activation == "swiglu" else 2
     head_dim = config.d_model // config.heads
@@ -100,11 +100,11 @@ def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[st
 
 
 def flops_per_token(config: GPTConfig, *, context: int | None = None, rate: float | None = None) -> int:
-    """Return the model FLOPs of forward and backward per token: 6 per active weight in a product, plus attention.
+    """Return the model FLOPs per token of forward and backward: 6 per active weight in a product, plus attention.
 
     Embeddings are look-ups and cost nothing. Attention is causal: without a window, a token attends to (context + 1) /
-    2 keys on average, with 2 products in forward and 4 in backward. A third of the total is forward. context defaults
-    to the model's; rate as in `parameter_counts`.
+    2 keys on average, with 2 products in forward and 4 in backward. Forward is a third of the total. context defaults
+    to the context of the model; rate is as in `parameter_counts`.
     """
     length = config.context if context is None else context
     counts = parameter_counts(config, rate=rate)
@@ -116,6 +116,6 @@ def flops_per_token(config: GPTConfig, *, context: int | None = None, rate: floa
 
 
 def _keys(length: int, window: int | None) -> float:
-    """Return the mean number of keys, including its own, that a token in a sequence of `length` attends to."""
+    """Return the mean number of keys that a token in a sequence of `length` tokens attends to, including its own."""
     most = length if window is None else min(window + 1, length)
     return most - most * (most - 1) / 2 / length

@@ -1,4 +1,4 @@
-"""Scores continuations under a model, in batches; shared prefixes are computed once."""
+"""Computes the loss of continuations under a model, in batches. Shared prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _IGNORED = -1  # marks the absence of a target for GPT
 
 
 class Continuation(NamedTuple):
-    """A sequence whose tokens from index `start` on are scored, given the tokens before; start is at least 1."""
+    """A sequence whose tokens from index `start` on are scored, given the preceding tokens. `start` is at least 1."""
 
     tokens: list[int]
     start: int
 
 
 class Score(NamedTuple):
-    """nats: the summed loss of `tokens` tokens. misses: if counted, how many tokens were not the likeliest."""
+    """nats: the total loss of `tokens` tokens. misses: how many of them were not the likeliest token, if counted."""
 
     nats: float
     tokens: int
@@ -36,14 +36,14 @@ class Score(NamedTuple):
 
 
 def crop(continuation: Continuation, length: int) -> Continuation:
-    """Return the last `length` tokens. `start` stays at least 1, since a sequence's first token cannot be scored."""
+    """Return the last `length` tokens. `start` stays at least 1, since a sequence's first token is never scored."""
     lost = max(len(continuation.tokens) - length, 0)
     return Continuation(continuation.tokens[lost:], max(continuation.start - lost, 1))
 
 
 def common_prefix(sequences: Sequence[list[int]]) -> int:
     """Return the length of the longest common prefix."""
-    first, last = min(sequences), max(sequences)  # all sequences sorted between these two share their prefix
+    first, last = min(sequences), max(sequences)  # all sequences that sort between these two share their prefix
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
@@ -56,10 +56,10 @@ def score(
     tokens_at_once: int = TOKENS_AT_ONCE,
     shared_prefix: int = SHARED_PREFIX,
 ) -> list[list[Score]]:
-    """Return the scores of each group's continuations, which may share a prefix, as the choices of a question do.
+    """Return the scores of the continuations in each group, which may share a prefix like the choices of a question.
 
-    misses: count misses, which materialises logits. Routing is causal; the model keeps its mode. tokens_at_once bounds
-    a batch unless it is a single group. Raises ValueError if a continuation is longer than the context.
+    misses: also count misses, for which logits are materialised. Routing is causal, and the mode of the model does not
+    change. tokens_at_once bounds batches of several groups. Raises ValueError if a continuation exceeds the context.
     """
     scores = [[Score(0.0, 0, 0)] * len(group) for group in groups]
     was_training = model.training
@@ -76,7 +76,7 @@ def score(
 
 
 class _Bundle(NamedTuple):
-    """Rows, each with its group and its index there, whose first `shared` tokens are computed only once."""
+    """Rows whose first `shared` tokens are computed only once. Each row has its group and its index in the group."""
 
     shared: int
     rows: list[tuple[int, int, Continuation]]
@@ -95,13 +95,13 @@ def _bundles(groups: Sequence[Sequence[Continuation]], misses: bool, shared_pref
             if shared >= shared_prefix:
                 yield _Bundle(shared, rows)
                 continue
-        for row in rows:  # alone; a separate forward of the given tokens avoids their logits, if logits are needed
+        for row in rows:  # alone; if logits are needed, a separate forward of the given tokens avoids their logits
             given = row[2].start - 1
             yield _Bundle(given if misses and given >= shared_prefix else 0, [row])
 
 
 def _batches(model: GPT, bundles: Iterator[_Bundle], tokens_at_once: int, misses: bool) -> Iterator[list[_Bundle]]:
-    """Yield batches of similar lengths, the longest first, to keep padding low and to fail early if memory is short."""
+    """Yield batches of similar lengths, to keep padding low, and the longest first, to run out of memory early."""
     batch: list[_Bundle] = []
     for bundle in sorted(bundles, key=lambda bundle: (-bundle.shared, -bundle.longest)):
         split = batch and bool(bundle.shared) != bool(batch[0].shared)
@@ -146,7 +146,7 @@ def _score(model: GPT, batch: Sequence[_Bundle], misses: bool) -> list[Score]:
 
 
 def _compute_once(model: GPT, batch: Sequence[_Bundle], shared: int, room: int) -> Cache:
-    """Return a cache that contains the first `shared` tokens of every row and has room for `room` more."""
+    """Return a cache that contains the first `shared` tokens of every row and has room for `room` more tokens."""
     prefix = _stack(model, [bundle.rows[0][2].tokens[:shared] for bundle in batch], 0)
     once = model.new_cache(len(batch), shared)
     model(prefix, torch.full_like(prefix, _IGNORED), cache=once)  # without targets no logits are computed
@@ -154,7 +154,7 @@ def _compute_once(model: GPT, batch: Sequence[_Bundle], shared: int, room: int) 
 
 
 def _stack(model: GPT, rows: Sequence[list[int]], padding: int) -> Tensor:
-    """Stack rows, padded on the right, where causality hides the padding from the tokens."""
+    """Stack rows and pad them on the right, where causality hides the padding from the tokens."""
     length = max(map(len, rows))
     padded = [row + [padding] * (length - len(row)) for row in rows]
     return torch.tensor(padded, device=model.embed.weight.device)

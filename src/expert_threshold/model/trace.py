@@ -1,4 +1,4 @@
-"""Traces: the routing and loss of each token of a stream, in a Parquet file with one row per token.
+"""Traces: Parquet files with the routing and the loss of every token in a stream, one row per token.
 
     token, target    int32; target is -1 if nothing follows
     position         int32, in the model's window
@@ -6,8 +6,8 @@
     scores_L         float32[num_scores], of layer L
     assignment_L     uint8[⌈experts / 8⌉], of layer L: bit e % 8 of byte e // 8 is expert e's
 
-The file's metadata contain the facts given to `record_trace` and the rules' states, as JSON under `expert-threshold`.
-Gates are not stored: the rule recomputes them from the scores, to the last bit.
+The metadata of the file contain the facts given to `record_trace` and the states of the rules, as JSON in the key
+`expert-threshold`. Gates are not stored, since the rule recomputes them from the scores, to the last bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .gpt import GPT, Output
 FORMAT, VERSION = "expert-threshold trace", 1
 _KEY = b"expert-threshold"
 ROWS = 2**16
-"""Tokens per row group, which bounds the memory needed for writing."""
+"""Tokens in a row group, which bounds the memory needed for writing."""
 
 
 @torch.no_grad()
@@ -45,9 +45,9 @@ def record_trace(
 ) -> Trace:
     """Run the windows through the model, causally, and write the trace to `path` atomically.
 
-    windows: (rows, time + 1) integers; the last in a row is only a target, or -1. facts: strict JSON, returned by
-    `Trace.facts`. batch_size: windows per forward. progress receives the tokens done and the total. The model keeps its
-    mode. Raises OSError if the disk is full.
+    windows: (rows, time + 1) integers, of which the last in a row is only a target, or -1. facts: strict JSON,
+    available as `Trace.facts`. batch_size: windows per forward. progress is called with the number of tokens done and
+    in all. The mode of the model does not change. Raises OSError if the disk is full.
     """
     header = {"format": FORMAT, "version": VERSION, "facts": dict(facts or {}), "context": windows.shape[1] - 1}
     header |= {"rule": rule_to_dict(model.config.rule), "gate_norm": model.config.gate_norm}
@@ -96,7 +96,7 @@ def _schema(header: Mapping[str, Any], rule: Rule | None) -> pa.Schema:
 
 
 def _columns(model: GPT, windows: Tensor) -> dict[str, np.ndarray]:
-    """Return a batch's columns by name, each (tokens,) or (tokens, width)."""
+    """Return the columns of a batch, keyed by name, each (tokens,) or (tokens, width)."""
     device = model.embed.weight.device
     tokens, targets = windows[:, :-1].long().contiguous(), windows[:, 1:].long().contiguous()
     output: Output = model(tokens.to(device), targets.to(device), record=True)
@@ -126,7 +126,7 @@ def _table(parts: list[dict[str, np.ndarray]], schema: pa.Schema) -> pa.Table:
 
 
 class Trace:
-    """A trace on disk. Columns are read on demand: one layer of a million tokens is 64 MB."""
+    """A trace on disk. Columns are read on demand; one layer of a million tokens takes 64 MB."""
 
     def __init__(self, path: Path) -> None:
         """Open the trace. Raises ValueError if `path` is not a trace that this version can read."""
@@ -135,9 +135,9 @@ class Trace:
             self._file = pq.ParquetFile(path)
             header = json.loads((self._file.schema_arrow.metadata or {})[_KEY])
         except (pa.ArrowException, KeyError, ValueError) as error:
-            raise ValueError(f"{path}: not a trace, or damaged; delete it and record it again") from error
+            raise ValueError(f"{path} is not a trace, or is damaged; delete it and record it again") from error
         if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
-            raise ValueError(f"{path}: written by another version of expert-threshold; delete it and record it again")
+            raise ValueError(f"{path} is from another version of expert-threshold; delete it and record it again")
         self.facts: dict[str, Any] = header["facts"]
         self.context: int = header["context"]
         self.layers = [int(layer) for layer in header["states"]]
@@ -148,11 +148,11 @@ class Trace:
 
     @property
     def rule(self) -> Rule | None:
-        """The traced model's rule; None if the model is dense."""
+        """The rule of the traced model, or None if the model is dense."""
         return rule_from_dict(self._header["rule"])
 
     def state(self, layer: int) -> Any:
-        """Return the state of the layer's rule when the trace was recorded."""
+        """Return the state that the layer's rule had when the trace was recorded."""
         assert self.rule is not None
         first = self.rule.init()
         saved = self._header["states"][str(layer)]
@@ -167,7 +167,7 @@ class Trace:
 
     @property
     def targets(self) -> np.ndarray:
-        """The targets (tokens,) int32; -1 if nothing follows."""
+        """The targets (tokens,) int32, which are -1 if nothing follows."""
         return self._column("target")
 
     @property
@@ -177,11 +177,11 @@ class Trace:
 
     @property
     def losses(self) -> np.ndarray:
-        """The losses (tokens,) float32, in nats; NaN without a target."""
+        """The losses (tokens,) float32, in nats, which are NaN without a target."""
         return self._column("loss")
 
     def scores(self, layer: int) -> Tensor:
-        """Return the experts' scores (tokens, experts) float32, without null slots and null scores."""
+        """Return the experts' scores (tokens, experts) float32, without those of null slots or null scores."""
         return self._scores(layer)[:, : self._header["rule"]["num_experts"]]
 
     def assignment(self, layer: int) -> Tensor:
@@ -191,7 +191,7 @@ class Trace:
         return torch.from_numpy(np.unpackbits(packed, axis=1, count=experts, bitorder="little").astype(bool))
 
     def gates(self, layer: int) -> Tensor:
-        """Return the gates (tokens, experts) float32, unspecified outside the assignment."""
+        """Return the gates (tokens, experts) float32, which are unspecified outside the assignment."""
         assert self.rule is not None
         windows = self._scores(layer).unflatten(0, (-1, self.context))
         routing = self.rule.route(windows, self.state(layer), training=False)
@@ -211,7 +211,7 @@ class Trace:
         try:
             column = self._file.read([name]).column(0).combine_chunks()
         except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{self.path}: damaged ({error}); delete it and record it again") from error
+            raise ValueError(f"{self.path} is damaged ({error}); delete it and record it again") from error
         if pa.types.is_fixed_size_list(column.type):
             values: np.ndarray = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
             return np.array(values)  # a writable copy, which torch needs

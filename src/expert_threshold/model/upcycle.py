@@ -1,4 +1,4 @@
-"""Initialises a Mixture-of-Experts model from a dense model (sparse upcycling)."""
+"""Initialises a Mixture-of-Experts model from a dense model, which is known as sparse upcycling."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .gpt import GPT, Block, GPTConfig
 
 
 def upcycled_config(dense: GPTConfig, rule: Rule, *, d_expert: int | None = None, dense_layers: int = 1) -> GPTConfig:
-    """Return the configuration for `upcycle`, whose shared experts have the dense feed-forward's total width.
+    """Return the configuration for `upcycle`, whose shared experts have the total width of the dense feed-forward.
 
-    d_expert: width of an expert; None uses the configuration's. Raises ValueError if the model is not dense, if the
-    width does not divide the feed-forward's, or if the rule adds the tokens themselves, as copying null slots do.
+    d_expert: the width of an expert; None uses the configuration's. Raises ValueError if the model is not dense, if the
+    width does not divide that of the feed-forward, or if the rule adds the tokens themselves, like copying null slots.
     """
     if dense.rule is not None:
-        raise ValueError("the model already has experts; upcycle one that was trained with --rule dense")
+        raise ValueError("the model already has experts; upcycle a model that was trained with --rule dense")
     if rule.route(torch.zeros(1, 1, rule.num_scores), rule.init(), training=False).passthrough is not None:
         raise ValueError(
-            f"{rule} adds a multiple of each token, so the model would not compute the same as the dense model; use "
-            "another rule"
+            f"{rule} adds a multiple of each token, so the model would not compute the same function as the dense "
+            "model; use another rule"
         )
     d_expert = dense.d_expert if d_expert is None else d_expert
     if d_expert < 1 or dense.d_feed_forward % d_expert:
         raise ValueError(
-            f"d_expert={d_expert} must divide d_feed_forward={dense.d_feed_forward}, so that shared experts fill it"
+            f"d_expert={d_expert} must divide d_feed_forward={dense.d_feed_forward}, so that shared experts can fill it"
         )
     if not 0 <= dense_layers < dense.layers:
         raise ValueError(f"dense_layers={dense_layers} must be at least 0 and less than layers={dense.layers}")
@@ -38,11 +38,11 @@ def upcycled_config(dense: GPTConfig, rule: Rule, *, d_expert: int | None = None
 
 @torch.no_grad()
 def upcycle(dense: GPT, config: GPTConfig, generator: torch.Generator) -> GPT:
-    """Return a model of `upcycled_config` that computes the same function as the dense one, whatever the routing.
+    """Return a model for `upcycled_config` that computes the same function as the dense model, however it routes.
 
-    The shared expert is the dense feed-forward. Each routed expert copies the input weights of randomly drawn hidden
-    units and has zero output weights, as in the paper's initialisation, so it adds nothing until it learns from its own
-    tokens. Routers and rule states start as in a new model.
+    The shared expert is the dense feed-forward. Each routed expert copies the input weights of random hidden units and
+    starts with zero output weights, as in the paper's initialisation, so it adds nothing until it learns. Routers and
+    rule states start as in a new model.
     Raises ValueError if a weight is not finite.
     """
     for name, weight in dense.named_parameters():

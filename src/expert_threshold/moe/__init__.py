@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer and its backends, with the routing names that its users need.
+"""The Mixture-of-Experts layer and its backends, and the names from `routing` that users of the layer need.
 
 Dimension names used in docstrings:
 

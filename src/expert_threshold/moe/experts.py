@@ -20,8 +20,8 @@ def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = Non
     return torch.cat([x @ m.mT for m in matrices], -1, out=out)
 
 
-# Hidden activations per block: few enough to stay in a CPU's cache, but enough for efficient products. CPUs with
-# bfloat16 tiles need more (docs/log/training.md).
+# Hidden activations in a block: few enough to stay in a CPU's cache, but enough for efficient products. CPUs with
+# bfloat16 tiles need larger blocks (docs/log/training.md).
 HIDDEN_PER_BLOCK = 2**22 if torch.cpu._is_amx_tile_supported() else 2**20
 
 
@@ -30,9 +30,9 @@ class _FeedForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def blocks(x: Tensor, hidden: int) -> tuple[Tensor, ...]:
-        """Split x into blocks whose intermediates stay in cache; up to 16, since each rounds the weight gradients.
+        """Split x into at most 16 blocks whose intermediates stay in cache. Each block rounds the weight gradients.
 
-        On a GPU, all rows are one block.
+        On a GPU, all rows form one block.
         """
         if not x.is_cpu:
             return (x,)
@@ -74,13 +74,13 @@ class _FeedForwardFunction(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias; it casts the float32 master weight to the dtype of its input."""
+    """A linear layer without bias, which casts its float32 master weight to the dtype of the input."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__(d_in, d_out, bias=False)
 
     def reset_parameters(self) -> None:
-        """Apply PyTorch's default, except on meta, where it would import much of torch to no effect."""
+        """Apply PyTorch's default, except on the meta device, where it would only import much of torch."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -89,7 +89,7 @@ class Linear(nn.Linear):
 
 
 def hooked(module: nn.Module, *, except_by: type | None = None) -> bool:
-    """Return True if an override, or hooks of another class, may make a call differ from the class's `forward`."""
+    """Return True if an override, or hooks of classes other than `except_by`, may make a call differ from `forward`."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return "forward" in module.__dict__ or any(
         not isinstance(hook, except_by or ()) for of in hooks for hook in of.values()
@@ -97,9 +97,9 @@ def hooked(module: nn.Module, *, except_by: type | None = None) -> bool:
 
 
 def plain(*modules: nn.Module) -> bool:
-    """Return True if the modules are our own and have no hooks, so that code may use their weights directly.
+    """Return True if the modules have our own classes and no hooks, so that code may use their weights directly.
 
-    Adapters replace a module, its class or its `forward`; a kernel that read the weights would bypass all of these.
+    Adapters replace a module, its class or its `forward`, and a kernel that read the weights would bypass them.
     """
     return all(type(module) in (Linear, FeedForward) and not hooked(module) for module in modules)
 
@@ -118,7 +118,7 @@ class FeedForward(nn.Module):
         self.down = Linear(d_hidden, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (…, d_model) to the same shape and dtype; under autocast, to autocast's dtype."""
+        """Return the output for x (…, d_model), with its shape and dtype, or with autocast's dtype under autocast."""
         x = as_autocast(x)
         with no_autocast(x):
             return self._map(x)
@@ -142,7 +142,7 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """The stacked weights of many feed-forwards. up, gate: (experts, d_expert, d_model); down: the transposed shape."""
+    """The stacked weights of feed-forwards: up and gate are (experts, d_expert, d_model), down is transposed."""
 
     def __init__(self, num_experts: int, d_model: int, d_expert: int, activation: ActivationName = "relu2") -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Apply PyTorch's default per expert; `GPT.init_weights` applies the paper's."""
+        """Apply PyTorch's default to each expert; `GPT.init_weights` applies the paper's initialisation."""
         for weight in (weight for weight in self.parameters() if not weight.is_meta):
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)

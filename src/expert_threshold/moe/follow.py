@@ -19,7 +19,7 @@ from .router import Router
 
 
 class _Watched(torch.autograd.Function):
-    """The identity on gates; its first backward calls `reached`, and every backward adds scale · loss's gradient."""
+    """The identity on gates. Its first backward calls `reached`; every backward adds the gradient of scale · loss."""
 
     @staticmethod
     def forward(ctx: Any, gates: Tensor, loss: Tensor | None, scale: float, reached: Callable[[], None]) -> Tensor:
@@ -35,7 +35,7 @@ class _Watched(torch.autograd.Function):
 
 
 class FollowerHook:
-    """Passes a router's forward to its follower; the hooks in copies of the model do nothing."""
+    """Reports each forward of a router to its follower. Copies of the hook, in copies of the model, do nothing."""
 
     def __init__(self, follower: Follower | None = None, call: Callable[..., Any] | None = None) -> None:
         self.follower = follower
@@ -50,14 +50,14 @@ class FollowerHook:
 
 
 class Follower:
-    """Sums the observations of a model's routers and updates their rules once per optimizer step; made by `follow`.
+    """Sums the observations of a model's routers and updates their rules once per optimizer step. Created by `follow`.
 
-    A forward counts as soon as backward reaches its gates, unless its gradients are later set to None. So a batch
+    A forward counts as soon as backward reaches its gates, unless its gradients are later set to None. A batch thus
     changes no rule if it has no backward, is skipped by a GradScaler or is discarded by the loop. Recomputation under
-    activation checkpointing does not count again.
+    activation checkpointing is not counted twice.
 
     loss_scale: as in `follow`; it may be set before any forward, for example when a GradScaler changes its scale.
-    observations: each router's observation on this rank since the last step.
+    observations: the observation of each router on this rank since the last step.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class Follower:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that train together: the given group, or else the default group once it exists."""
+        """The ranks that train together: the group passed to `follow`, or the default group once it exists."""
         return dist.group.WORLD if self._group is None and dist.is_initialized() else self._group
 
     def loss(self) -> Tensor | float:
         """Return the routing losses of all forwards since the last call, summed over layers and micro-batches, or 0.0.
 
-        For logging: the result has no gradient, since backward already adds it; adding it to a loss changes only
-        the loss's value.
+        The result is meant for logging and has no gradient, since backward already adds it. Adding the result to a loss
+        only changes the value of the loss.
         """
         total, self._loss = self._loss, 0.0
         return total
@@ -125,12 +125,12 @@ class Follower:
         reached = self._note_evaluation
         if router.training:
             reached = partial(self._count, router, routing.observation, routing.loss is not None)
-        if not routing.gates.requires_grad:  # backward never gets here: nothing below trains, or nothing at all
+        if not routing.gates.requires_grad:  # backward does not reach it: nothing below trains, or nothing at all
             if torch.is_grad_enabled() and not recomputed:
                 reached()
             return None
         # The loss enters through the gates, on which the layer's output depends, so backward reaches it even under
-        # checkpointing and FSDP. The returned loss is detached, so a model that adds it does not count it twice.
+        # checkpointing and FSDP. The returned loss is detached, so that a model that adds it does not count it twice.
         scale = 1.0 if self.loss_scale is None else self.loss_scale
         gates = _Watched.apply(routing.gates, routing.loss, scale, reached)
         loss = None if routing.loss is None else routing.loss.detach()
@@ -182,7 +182,7 @@ class Follower:
             seen = {router: total[i] for i, router in enumerate(self._names) if tokens[i] > 0}
         if seen and not all_finite(t for observation in seen.values() for t in observation.tensors().values()):
             messages = (scores_not_finite(observation, self._names[router]) for router, observation in seen.items())
-            warnings.warn(f"{next(filter(None, messages))}; this step updated no cutoffs and no biases", stacklevel=2)
+            warnings.warn(f"{next(filter(None, messages))}; this step did not update cutoffs or biases", stacklevel=2)
             return
         for router, observation in seen.items():
             router.update(observation)
@@ -191,8 +191,8 @@ class Follower:
         """Warn once about each likely mistake in the training loop."""
         if not self.observations and (self._reached_evaluation or not self._has_stepped):
             warnings.warn(
-                "follow saw no forward in training mode before this optimizer step, so cutoffs and biases do not "
-                "change; call model.train(), and call follow before torch.compile first runs the model",
+                "follow saw no forward in training mode before this optimizer step, so cutoffs and biases did not "
+                "change; call model.train(), and call follow() before the compiled model runs for the first time",
                 stacklevel=3,
             )
         self._has_stepped, self._reached_evaluation = True, False
@@ -200,15 +200,15 @@ class Follower:
         if micro_batches > 1 and self.loss_scale is None:
             self.loss_scale = 1.0
             warnings.warn(
-                f"{micro_batches} backward passes before one optimizer step each add routing losses with weight 1; "
-                f"use follow(…, loss_scale=1 / {micro_batches}) if the loop divides its losses by {micro_batches}, or "
-                "loss_scale=1 if it sums them",
+                f"{micro_batches} backward passes before one optimizer step each added the routing losses with weight "
+                f"1; use follow(…, loss_scale=1 / {micro_batches}) if the loop divides its losses by {micro_batches}, "
+                "or loss_scale=1 if it sums them",
                 stacklevel=3,
             )
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside wrappers such as Accelerate's, which have no hooks. Raises ValueError if none."""
+    """Return the optimizer inside wrappers such as Accelerate's, which have no hooks. Raises ValueError without one."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -234,15 +234,15 @@ def follow(
     loss_scale: float | None = None,
 ) -> Follower:
     """Train the MoE layers of `model` in any training loop. Backward adds the gradients of routing losses, and each
-    `optimizer.step()` updates the rules with the observations since the last step, summed over ranks.
+    `optimizer.step()` updates the routing rules with all ranks' observations since the last step.
 
-    Only forwards in training mode count. The loop need not add routing losses: their gradients flow with the gradient
-    of the layer's output, even under DDP, FSDP2 and activation checkpointing.
+    Only forwards in training mode count. The loop does not need to add routing losses, because their gradients are
+    added to those of the layer's output, even under DDP, FSDP2 and activation checkpointing.
 
     group: the ranks that train together and call forward and `step` equally often; global pools and global loads span
-    them. Defaults to torch.distributed's default group if initialised, else this process alone.
-    loss_scale: the factor by which the loop multiplies a micro-batch's loss before backward, and which routing losses
-    need too: 1 / gradient accumulation steps, times a GradScaler's scale. None uses 1, and warns under accumulation.
-    Raises ValueError if the model has no MoE layer.
+    them. Defaults to the default group of torch.distributed if it is initialised, or else to this process. loss_scale:
+    the factor by which the loop multiplies the loss of a micro-batch before backward, such as 1 / gradient accumulation
+    steps times a GradScaler's scale. It also applies to routing losses. None means 1, with a warning under
+    accumulation. Raises ValueError if the model has no MoE layer.
     """
     return Follower(model, optimizer, group=group, loss_scale=loss_scale)

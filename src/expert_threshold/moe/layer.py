@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer: y_t = shared(x_t) + Σ_i z[t,i] · g[t,i] · expert_i(x_t), the gates g from the rule."""
+"""The Mixture-of-Experts layer, y_t = shared(x_t) + Σ_i z[t,i] · g[t,i] · expert_i(x_t), with gates g from the rule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def require_rule(rule: object) -> None:
 
 
 class MoE(nn.Module):
-    """A router with its rule, routed experts, and shared experts that see every token.
+    """A router with a routing rule, its routed experts, and shared experts that process every token.
 
     d_expert: hidden width of each expert. dispatch: the name of a backend, or 'auto'. gate_norm: None, or 'fanout' to
     divide the routed sum by max(fanout, 1). z_loss: strength of the router z-loss; None disables it.
@@ -71,11 +71,11 @@ class MoE(nn.Module):
         mask: Tensor | None = None,
         record: bool = False,
     ) -> tuple[Tensor, Observation | Routing]:
-        """Return y, with the shape (batch, time, d_model) and dtype of x, and the observation.
+        """Return y, which has the shape (batch, time, d_model) and the dtype of x, and the observation.
 
-        pasts: at inference, the past of each sequence that x continues. mask: (batch, time) bool, True for tokens that
-        count; other tokens, such as padding, get zeros and affect no selection, load, cutoff or loss. record: return
-        the whole routing instead of the observation. Raises ValueError if x or mask has the wrong shape.
+        pasts: at inference, the past of each sequence that x continues. mask: (batch, time) bool, False for tokens such
+        as padding, whose outputs are zero and which affect no selection, load, cutoff or loss. record: return the whole
+        routing instead of the observation. Raises ValueError if x or mask has the wrong shape.
         """
         d_model = self.router.weight.shape[1]
         if x.ndim != 3 or x.shape[2] != d_model:
@@ -83,24 +83,24 @@ class MoE(nn.Module):
         if mask is not None and not (
             isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:2] and pasts is None
         ):
-            raise ValueError(f"mask must be a bool tensor of shape {tuple(x.shape[:2])}, (batch, time), without pasts")
+            raise ValueError(f"mask must be bool of shape {tuple(x.shape[:2])}, (batch, time), and pasts must be None")
         routing = self.router(x, pasts, mask)
         y = self.compute(x, routing)
         y = y if mask is None else y.masked_fill(~mask[..., None], 0)
         return y, routing if record else routing.observation
 
     def max_pairs(self, tokens: int) -> int | None:
-        """Return the rule's bound on the token-expert pairs of `tokens` in this mode; None if they must be counted."""
+        """Return the rule's bound on the pairs of `tokens` tokens in this mode, or None if they must be counted."""
         group = self.router.group
         ranks = 1 if group is None else dist.get_world_size(group)
         return self.router.rule.max_pairs(tokens, training=self.training, ranks=ranks)
 
     def factors(self, gates: Tensor, assignment: Tensor) -> Tensor:
-        """Return the factors applied to experts' outputs: the gates (…, experts), normalised as `gate_norm` says."""
+        """Return the factors applied to experts' outputs: the gates (…, experts), normalised if `gate_norm` is set."""
         return gates / assignment.sum(-1, keepdim=True).clamp(min=1) if self.gate_norm == "fanout" else gates
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
-        """Return y for x (batch, time, d_model) under a given routing; under autocast, in autocast's dtype."""
+        """Return y for x (batch, time, d_model) and a given routing, in autocast's dtype under autocast."""
         experts = self.router.rule.num_experts  # null slots and null scores come after them
         assignment = routing.assignment[..., :experts].flatten(0, 1)
         factors = self.factors(routing.gates[..., :experts].flatten(0, 1), assignment)

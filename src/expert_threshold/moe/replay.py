@@ -1,4 +1,4 @@
-"""Replays the routing of generated text in training, where rounding alone would route some tokens differently."""
+"""Replays the routing of generated text in training, where rounding alone would change the routing of some tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def routers(model: nn.Module) -> list[Router]:
 
 
 def routing_version(model: nn.Module, rate: float | None = None) -> str:
-    """Return a hash of the rule and of every layer's state, such as thresholds, at `rate` or the model's own rate."""
+    """Return a hash of the rule and the state of every layer, such as thresholds, at `rate` or the model's own rate."""
     digest = hashlib.sha256()
     for router in routers(model):
         digest.update(json.dumps(rule_to_dict(router.rule), sort_keys=True).encode())
@@ -47,20 +47,20 @@ def routing_version(model: nn.Module, rate: float | None = None) -> str:
 
 @torch.no_grad()
 def decide(model: nn.Module, capture: Capture, rate: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return the assignment and gates of captured scores, to the last bit, using only the model's state at `rate`.
+    """Recompute the assignment and gates of captured scores, to the last bit, from the model's state at `rate`.
 
     Raises ValueError if the capture has another version, or if the rule uses more than a token's own expert scores.
     """
     if capture.version != routing_version(model, rate):
-        raise ValueError("the capture was made with another rule or other thresholds; use the model that made it")
+        raise ValueError("the capture was made with another rule or with other thresholds; use the model that made it")
     assignment, gates = torch.zeros_like(capture.assignment), torch.zeros_like(capture.gates)
     for layer, router in enumerate(routers(model)):
         rule, state = router.rule, router.at_rate(router.rate if rate is None else rate)
         if rule.scope(training=False) != "token" or rule.num_scores != rule.num_experts:
             raise ValueError(
-                f"{type(rule).__name__} uses more than a token's own expert scores; replay the capture instead"
+                f"{type(rule).__name__} routes by more than a token's own expert scores; replay the capture instead"
             )
-        # One token at a time, since the last bit of σ may depend on how many are computed at once.
+        # Tokens are computed one at a time, since the last bit of σ may depend on how many are computed together.
         for time, scores in enumerate(capture.scores[layer].to(router.weight.device)):
             routing = rule.route(scores[None, None], state, training=False)
             assignment[layer, time] = routing.assignment[0, 0]
@@ -90,7 +90,7 @@ class _Replayed(Rule):
         assignment = self.assignment[:, : scores.shape[1]]
         if assignment.shape[:2] != scores.shape[:2]:
             raise ValueError(
-                f"the batch has {tuple(scores.shape[:2])} tokens, but its captures {tuple(assignment.shape[:2])}"
+                f"the batch has {tuple(scores.shape[:2])} tokens, but its captures have {tuple(assignment.shape[:2])}"
             )
         if own.passthrough is not None:
             raise ValueError(f"{self.rule.label} passes tokens through null slots, which captures do not record")
@@ -100,10 +100,10 @@ class _Replayed(Rule):
 
 @contextmanager
 def replay(model: nn.Module, captures: Sequence[Capture]) -> Iterator[None]:
-    """Route every forward, even in training, as captured: the batch's sequence b like captures[b], padding to none.
+    """Route every forward as captured, even in training: sequence b of a batch follows captures[b]; padding is skipped.
 
-    A forward may omit the last tokens. Gates are computed from its scores, with gradients; observations and losses
-    come from the rules' own decisions. Raises ValueError if the batch has another size or more tokens.
+    A forward may omit the last tokens. Gates are computed from the current scores, with gradients. Observations and
+    losses come from the rules' own decisions. Raises ValueError if a batch has a different size or more tokens.
     """
     found = routers(model)
     longest = max(len(capture.tokens) for capture in captures)

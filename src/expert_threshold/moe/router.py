@@ -1,4 +1,4 @@
-"""Scores, the rule that turns them into an assignment, and the rule's state as buffers."""
+"""The router: scores, the rule that turns them into an assignment, and buffers with the state of the rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..routing.gates import weights_of
 
 
 def exact_parts(x: Tensor) -> Tensor:
-    """Return three bfloat16 parts (3, …) of float32 x, 8 bits each, whose sum is exactly x."""
+    """Split float32 x into three bfloat16 parts (3, …), of 8 bits each, whose sum is exactly x."""
     first = x.bfloat16()
     second = (x - first.float()).bfloat16()
     return torch.stack((first, second, (x - first.float() - second.float()).bfloat16()))
@@ -29,7 +29,7 @@ def _on_tensor_cores(x: Tensor) -> bool:
 
 
 class _Scores(torch.autograd.Function):
-    """W x in float32 for x of any dtype; saves x uncast for backward and computes x's gradient in x's dtype.
+    """W x in float32, for x of any dtype. Backward uses x as given and returns its gradient in the dtype of x.
 
     On a GPU, tensor cores multiply bfloat16 x by the exact parts of the other factor and accumulate in float32, so x is
     read once and never cast.
@@ -58,11 +58,11 @@ class _Scores(torch.autograd.Function):
 
 
 class RoutingHistory(NamedTuple):
-    """The part of a sequence's past by which its next tokens are routed at inference.
+    """The part of a sequence's past that determines the routing of its next tokens at inference.
 
-    state: the rule's state for this sequence; None for the router's state. thresholds: (experts,), given if routing is
-    exactly scores > thresholds with gates σ(scores) or softmax(scores). scores: (past, num_scores), the scores of the
-    tokens so far; None if there are no tokens yet or the rule uses only a token's own scores.
+    state: the rule's state for this sequence, or None for the router's state. thresholds: (experts,), set if routing is
+    exactly scores > thresholds with gates σ(scores) or softmax(scores). scores: (past, num_scores), the scores of
+    previous tokens, or None if there are no tokens yet or the rule uses only a token's own scores.
     """
 
     state: Any = None
@@ -71,11 +71,11 @@ class RoutingHistory(NamedTuple):
 
 
 class Router(nn.Module):
-    """Computes r = W_r x (paper, Eq. 1) in float32, whatever the dtype of x, and routes by the rule.
+    """Computes r = W_r x (paper, Eq. 1) in float32, for x of any dtype, and applies the routing rule.
 
-    The rule's state lives in buffers named `state_<field>`: saved with the model, float32 under any cast, initialised
-    even when the module was built on the meta device. group: the ranks over which a global pool is formed. rate: the
-    mean fanout at inference, see `at_rate`; None keeps the trained one.
+    The state of the rule is kept in buffers named `state_<field>`. They are saved with the model, are not cast, and are
+    initialised even if the module was built on the meta device. group: the ranks that share a global pool. rate: the
+    mean fanout at inference, see `at_rate`; None keeps the trained rate.
     """
 
     def __init__(self, d_model: int, rule: Rule, z_loss: float | None = None) -> None:
@@ -91,16 +91,16 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight and reset the state, in place; do nothing on meta."""
+        """Draw the weight and reset the state, in place. On the meta device, do nothing."""
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
             self.reset_state()
 
     def forward(self, x: Tensor, pasts: Sequence[RoutingHistory] | None = None, mask: Tensor | None = None) -> Routing:
-        """Return the routing of x (batch, time, d_model); the state changes only in `update`.
+        """Return the routing of x (batch, time, d_model). The state of the rule changes only in `update`.
 
-        pasts: at inference, the past of each sequence that x continues. mask: (batch, time), True for tokens that
-        count; other tokens go to no expert and do not affect the routing of those that count.
+        pasts: at inference, the past of each sequence that x continues. mask: (batch, time), False for tokens that go
+        to no expert and do not affect the routing of other tokens.
         """
         if mask is not None:
             return self._route_counted(x, mask)
@@ -122,7 +122,7 @@ class Router(nn.Module):
         return scores
 
     def _route_counted(self, x: Tensor, mask: Tensor) -> Routing:
-        """Return the routing of only the tokens in the mask, with zeros for all other tokens."""
+        """Route only the tokens in the mask; the routing is zero for all other tokens."""
         if self.rule.scope(self.training) == "sequence":  # sequences of unequal lengths: one by one
             parts = [self.forward(of_row[counts][None]) for of_row, counts in zip(x, mask, strict=True)]
         else:
@@ -146,9 +146,9 @@ class Router(nn.Module):
         )
 
     def past(self, rate: float | None = None) -> RoutingHistory:
-        """Return the past of an empty sequence that is routed at `rate`, by default the router's own rate.
+        """Return the past of an empty sequence that is routed at `rate`, which defaults to the router's own rate.
 
-        Raises ValueError as `at_rate` does.
+        Raises the same errors as `at_rate`.
         """
         state = None if rate is None else self.at_rate(rate)
         of_scores = self.rule.sigmoid_gates or self.rule.softmax_gates
@@ -196,15 +196,15 @@ class Router(nn.Module):
         return self._state_type(*(getattr(self, f"state_{name}") for name in self._state_type._fields))
 
     def at_rate(self, rate: float | None) -> Any:
-        """Return the state with which inference has a mean fanout of `rate`; None returns the trained state.
+        """Return the state for which the mean fanout at inference is `rate`, or the trained state if `rate` is None.
 
         Raises ValueError if the rate is not between 0 and num_experts, or if the rule cannot change its rate.
         """
         return self.state if rate is None else self.rule.at_rate(self.state, rate)
 
     def thresholds(self, rate: float | None = None) -> Tensor | None:
-        """Return the inference thresholds (experts,) at `rate`, or at the router's own rate. Returns None if the rule
-        has no thresholds. Raises ValueError as `at_rate` does.
+        """Return the thresholds (experts,) for inference at `rate` or the router's own rate, or None if the rule has no
+        thresholds. Raises the same errors as `at_rate`.
         """
         return self.rule.thresholds(self.at_rate(self.rate if rate is None else rate))
 
@@ -212,8 +212,8 @@ class Router(nn.Module):
     def update(self, observation: Observation) -> None:
         """Update the rule's state in place, once per optimizer step.
 
-        An observation that is not finite changes nothing, since a cutoff of NaN would stay NaN. Reporting it here would
-        synchronize with the device, so the caller reports it, with `scores_not_finite`.
+        An observation that is not finite is ignored, since a cutoff of NaN would stay NaN. Reporting it here would
+        synchronize with the device, so callers report it with `scores_not_finite`.
         """
         finite = all_finite(observation.tensors().values())
         moved = self.rule.update(self.state, observation)
@@ -221,12 +221,12 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, observation: Observation) -> None:
-        """Set thresholds in place from an observation made by expert choice. Raises ValueError if the rule has none."""
+        """Set the thresholds in place from an observation of expert choice. Raises ValueError if the rule has none."""
         self._assign(self.rule.calibrated(self.state, observation))
 
     @torch.no_grad()
     def begin_run(self, experts_per_token: float) -> None:
-        """Start a new run in place from the state of a rule that had `experts_per_token`; step counts are reset."""
+        """Start a new run in place from the current state, whose rule had `experts_per_token`; reset step counts."""
         self._assign(self.rule.begin_run(self.state, experts_per_token))
 
     def reset_state(self) -> None:
@@ -234,11 +234,11 @@ class Router(nn.Module):
         self._assign(self.rule.init())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle contains: everything but the group, which belongs to this process."""
+        """Return the contents of a copy or pickle: everything except the group, which belongs to this process."""
         return {**vars(self), "group": None}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load in the state's own dtypes, where assign=True would adopt the checkpoint's dtypes."""
+        """Load the state in its own dtypes, since assign=True would adopt the dtypes of the checkpoint."""
         for name, value in self.state._asdict().items():
             if (loaded := state_dict.get(f"{prefix}state_{name}")) is not None:
                 state_dict[f"{prefix}state_{name}"] = loaded.to(value.dtype)
@@ -249,7 +249,7 @@ class Router(nn.Module):
             old.copy_(new)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Move the state between devices, keep its dtypes, and initialise it when it leaves the meta device."""
+        """Move the state between devices without casting it, and initialise it when it leaves the meta device."""
         before = self.state
         super()._apply(fn, recurse)
         for name, old, first in zip(self._state_type._fields, before, self.rule.init(), strict=True):

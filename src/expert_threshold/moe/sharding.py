@@ -1,4 +1,4 @@
-"""Splits a model's experts over ranks, from outside the model, once its weights are loaded."""
+"""Splits the experts of a model over ranks, from outside the model, after its weights are loaded."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .layer import MoE
 
 
 def shard_experts(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Keep only this rank's experts in every MoE layer of `module`; tokens travel to the owners of other experts.
+    """Keep only this rank's experts in every MoE layer of `module`; other ranks compute the other experts.
 
     Call it on all ranks of the group, with equal weights, before creating optimizers. Each rank then computes its own
-    tokens, in any number; all ranks of the group must call forward and backward equally often. An expert's gradient is
-    the sum over the group's ranks, complete at its owner. If a loss is the mean over W ranks, average the gradients of
-    other parameters over the W ranks; sum experts' gradients over the ranks with the same experts, and divide by W.
+    tokens, whose number may differ, but all ranks must call forward and backward equally often. The owner of an expert
+    receives the sum of its gradients over the group. If the loss is a mean over W ranks, average the gradients of other
+    parameters over them; sum experts' gradients over the ranks with the same experts, and divide by W.
 
     Raises ValueError, on all ranks, if the experts do not divide evenly by the ranks.
     """
@@ -25,7 +25,7 @@ def shard_experts(module: nn.Module, group: dist.ProcessGroup) -> None:
     for layer in layers:
         require_even_split(layer.router.rule.num_experts, ranks)
         if isinstance(layer.experts, OwnExperts):
-            raise ValueError("experts are split already; call shard_experts once")
+            raise ValueError("experts are already split; call shard_experts only once")
     for layer in layers:
         layer.experts = OwnExperts(layer.experts, layer.dispatch, group)
         layer.dispatch = BACKENDS["expert_parallel"]
@@ -40,7 +40,7 @@ def require_even_split(num_experts: int, ranks: int) -> None:
 
 
 def expert_parameters(module: nn.Module) -> dict[str, dist.ProcessGroup]:
-    """Return the names of split experts' parameters, each with the group over which it is split."""
+    """Return the groups over which experts are split, keyed by the names of the experts' parameters."""
     return {
         f"{path}.{name}".removeprefix("."): own.group
         for path, own in module.named_modules()

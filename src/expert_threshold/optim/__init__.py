@@ -1,4 +1,4 @@
-"""Optimizers: Muon for matrices, AdamW for the embedding and the head, and their schedules."""
+"""Optimizers and their schedules: Muon for matrices, and AdamW for the embedding and the head."""
 
 from .adamw import AdamW
 from .config import NANOCHAT, RELEASE, TUNED, OptimConfig

@@ -8,10 +8,10 @@ from torch.optim.optimizer import ParamsT
 
 
 class AdamW(torch.optim.AdamW):
-    """Adam with bias correction, using torch's fused kernel, the fastest on CPUs and GPUs.
+    """Adam with bias correction, in torch's fused kernel, which is the fastest on CPUs and GPUs.
 
-    weight_decay: subtracts lr · weight_decay · W before the update; off by default, unlike in torch. Defaults are the
-    paper's. A parameter's step count includes only steps in which it had a gradient.
+    weight_decay: subtract lr · weight_decay · W before the update; it is off by default, unlike in torch. The defaults
+    are the paper's. The step count of a parameter only includes steps in which it had a gradient.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, lr, (first, second), eps, weight_decay, fused=True)
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's state before its first step."""
+        """Return the state of a parameter before its first step."""
         return {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),

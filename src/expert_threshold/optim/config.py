@@ -18,66 +18,65 @@ Ratio = Annotated[float, Bounds(least=0, most=1)]
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimizers and schedules; the defaults are the paper's. Learning rates are peaks at d_model 768.
+    """Options of optimizers and schedules, with the paper's defaults. Learning rates are peak values at d_model 768.
 
-    Warmups are numbers of steps and do not scale with the length of a run; short runs set shorter warmups.
+    Warmups are given in steps and do not scale with the length of a run, so short runs need shorter warmups.
     """
 
     matrix_lr: Rate = option(
-        0.02, "Learning rate of matrices. Embedding and head have their own rates; routers and experts can have them."
+        0.02, "Learning rate of matrices. The embedding and the head have separate rates, and routers and experts may."
     )
     expert_lr: Rate | None = option(None, "Learning rate of the routed experts' matrices. Defaults to matrix_lr.")
     embed_lr: Rate = option(0.2, "Learning rate of the embedding.")
     head_lr: Rate = option(0.004, "Learning rate of the head.")
     router_lr: Rate | None = option(None, "Learning rate of the routers. Defaults to matrix_lr.")
-    skip_lr: Rate = option(0.5, "Learning rate of the skip scalars, at any width.")
+    skip_lr: Rate = option(0.5, "Learning rate of the skip scalars. It does not depend on the width.")
     router_optimizer: OptimizerName = option("muon", "Optimizer of the routers.")
     betas: Literal["nanochat"] | tuple[Decay, Decay] = option(
-        (0.9, 0.95), "AdamW's decays of the first and second moment. nanochat sets different ones for each group."
+        (0.9, 0.95), "AdamW's decays of the first and second moment. nanochat uses different values for each group."
     )
     eps: Rate = option(1e-10, "AdamW's epsilon.")
-    adamw_warmup_steps: NonNegativeInt = option(250, "Steps over which AdamW's learning rates rise from 0.")
-    muon_warmup_steps: NonNegativeInt = option(0, "Steps over which Muon's learning rates rise. 0 starts at the peak.")
+    adamw_warmup_steps: NonNegativeInt = option(250, "Number of steps over which AdamW's learning rates rise from 0.")
+    muon_warmup_steps: NonNegativeInt = option(0, "Steps over which Muon's learning rates rise. 0 disables this.")
     momentum: Decay = option(0.95, "Muon's momentum.")
-    momentum_warmup_steps: NonNegativeInt = option(300, "Steps over which Muon's momentum rises from 0.85.")
+    momentum_warmup_steps: NonNegativeInt = option(300, "Number of steps over which Muon's momentum rises from 0.85.")
     momentum_end: Decay | None = option(
         None,
-        "Muon's momentum at the last step, approached as the learning rates decay. Defaults to no change after the "
-        "warmup.",
+        "Final value of Muon's momentum, which is approached as the learning rates decay. By default, the momentum "
+        "does not change after the warmup.",
     )
     orthogonalizer: OrthogonalizerName = option(
         "newton_schulz", "Muon's iteration: the paper's quintic, or Polar Express, whose polynomial changes every step."
     )
-    ns_steps: Count = option(5, "Iterations in each Muon step.")
+    ns_steps: Count = option(5, "Number of iterations in each Muon step.")
     ns_dtype: DtypeName = option(
-        "auto", "Dtype of the iteration's products. auto is bfloat16 where the hardware supports it."
+        "auto", "Dtype of the products in the iteration. auto is bfloat16 if the hardware supports it."
     )
     equilibrate: Lines | None = option(
-        None, "Give the momentum's rows or columns equal norms before the iteration (MuonEq). none disables this."
+        None, "Give the rows or columns of the momentum equal norms before the iteration (MuonEq). none disables this."
     )
     renormalize: Parts | None = option(
-        None,
-        "Give the update's rows, columns or whole matrix the norm of an orthogonal matrix (Muon+). none disables this.",
+        None, "Give the update or its rows or columns the norm of an orthogonal matrix (Muon+). none disables this."
     )
     normuon: Side | None = option(
         None, "Divide the update by second moments of its rows, columns or longer side (NorMuon). none disables this."
     )
     expert_period: Count = option(
         1,
-        "Update each layer's expert matrices only every N-th step, at N times the learning rate; layers take turns. "
-        "Momenta are updated every step.",
+        "Update the expert matrices of each layer only every N-th step, at N times the learning rate. Layers take "
+        "turns. Momenta are updated in every step.",
     )
     weight_decay: Strength = option(
         0.0,
-        "Decoupled weight decay of Muon's matrices, times their learning rate. It applies where the update also moves "
-        "a weight towards 0, and falls to 0 along half a cosine. AdamW's weights then decay too, as in nanochat.",
+        "Decoupled weight decay of Muon's matrices, multiplied by the learning rate. It applies where the update "
+        "also moves a weight towards 0, and falls to 0 along half a cosine. AdamW then also decays, as in nanochat.",
     )
     cooldown: Share = option(
-        1.0, "Share of the steps over which learning rates fall linearly; before that, they are constant."
+        1.0, "Share of the steps, at the end, over which learning rates fall linearly. Before, they are constant."
     )
     min_lr_ratio: Ratio = option(0.1, "Final learning rate as a fraction of the peak.")
     clip: Rate | None = option(
-        None, "Maximum global norm of the gradients; larger gradients are scaled down to it. none disables clipping."
+        None, "Maximum global norm of the gradients. Larger gradients are scaled down to it. none disables clipping."
     )
     scale_muon: bool = option(True, "Scale Muon's learning rates, like AdamW's, by λ = (d_model / 768)^(−1/2).")
 
@@ -88,7 +87,7 @@ class OptimConfig:
         require_valid(OptimConfig, vars(self))
 
 
-# The optimizer of the authors' release, which differs from the paper's tables. Routers are in the head's group.
+# The optimizer of the authors' release, which differs from the paper's tables. Routers are in the group of the head.
 RELEASE = OptimConfig(
     router_lr=0.004,
     router_optimizer="adamw",
@@ -121,7 +120,7 @@ NANOCHAT = OptimConfig(
     scale_muon=False,
 )
 
-# nanochat's 0.5 lets skip scalars jump to 3 in the first steps of small batches. A fifth iteration costs 2.5 % of an
-# expert threshold step at quickstart's size, and gained 0.003 ± 0.010 nats (docs/model.md). Updating each layer's
+# With nanochat's rate of 0.5, skip scalars jump to 3 in the first steps of small batches. A fifth iteration costs 2.5 %
+# of an expert threshold step at quickstart's size, and gained 0.003 ± 0.010 nats (docs/model.md). Updating each layer's
 # experts only every third step saves 11 % and costs 0.002 ± 0.004 nats (docs/optimizer.md).
 TUNED = replace(NANOCHAT, skip_lr=0.15, ns_steps=4, expert_period=3)

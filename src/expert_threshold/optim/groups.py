@@ -1,7 +1,7 @@
 """Assigns optimizers, learning rates and schedules to parameters (the paper's appendix, Training Setup Details).
 
-To add an optimizer, write a `torch.optim.Optimizer` with `initial_state` and add a row to OPTIMIZERS; GROUPS assigns
-parameters to it.
+To add an optimizer, write a `torch.optim.Optimizer` with a method `initial_state`, add a row to OPTIMIZERS, and assign
+parameters to it in GROUPS.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MOMENTUM_START = 0.85
 NORMUON_BETA = 0.9
 """Decay of NorMuon's second moments, as in nanochat."""
 
-# Learning rates, momentum and weight decay, by the step and by the schedule's progress.
+# Learning rates, momentum and weight decay as functions of the step and of the progress in the schedule.
 
 
 def falling(progress: float, steps: int, end: float, cooldown: float) -> float:
-    """Return the fraction of the peak at `progress` of `steps`: 1, then linear to `end` over the cooldown.
+    """Return the fraction of the peak at `progress` of `steps`, which is 1 and falls linearly to `end` in the cooldown.
 
-    cooldown: the cooldown's share of the steps; 1 is the paper's schedule.
+    cooldown: the share of the steps that belong to the cooldown; 1 is the paper's schedule.
     """
     if cooldown == 1:
         return 1 + (end - 1) * progress / steps  # as below, up to rounding
@@ -42,7 +42,7 @@ def warmup(step: int, warmup_steps: int) -> float:
 
 
 def momentum_at(step: int, progress: float, steps: int, config: OptimConfig) -> float:
-    """Return Muon's momentum: linear from MOMENTUM_START at step 0 to momentum at step momentum_warmup_steps.
+    """Return Muon's momentum, which rises linearly from MOMENTUM_START at step 0 to momentum at momentum_warmup_steps.
 
     With momentum_end, it then approaches that value in proportion to the fall of the learning rates.
     """
@@ -69,21 +69,21 @@ class Optimizer(Protocol):
     state: defaultdict[Tensor, Any]
 
     def step(self) -> float | None:
-        """Update every parameter that has a gradient, by the options in `param_groups`."""
+        """Update every parameter that has a gradient, with the options in `param_groups`."""
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state before its first step.
 
-        Its tensors are scalars, or have the parameter's shape except for size 1 in some dimensions; those are sharded
-        over ranks like the parameter.
+        Its tensors are scalars or have the shape of the parameter, except that some sizes may be 1. Tensors that are
+        not scalars are sharded over ranks like the parameter.
         """
 
 
 class OptimizerSpec(NamedTuple):
-    """An optimizer and how a run uses it."""
+    """An optimizer, and how a run uses it."""
 
     make: Callable[[list[dict[str, Any]], OptimConfig], Optimizer]  # from groups of named parameters
-    whole_matrices: bool  # an update needs full matrices; otherwise it is elementwise
+    whole_matrices: bool  # True if an update needs full matrices; otherwise, it is elementwise
     scaled: Callable[[OptimConfig], bool]  # True if λ scales its learning rates
     warmup_steps: Callable[[OptimConfig], int]  # steps over which its learning rates rise
     # (step, progress of the schedule, total steps, config) → options for its parameter groups.
@@ -144,7 +144,7 @@ class GroupSpec(NamedTuple):
     scaled: bool = True  # by λ, if the optimizer's rates are; rates of scalars do not depend on the width
 
 
-GROUPS: dict[str, GroupSpec] = {  # a parameter belongs to the last group that accepts it
+GROUPS: dict[str, GroupSpec] = {  # a parameter belongs to the last group that matches it
     "matrix": GroupSpec(
         lambda name, parameter: parameter.ndim >= 2, lambda config: "muon", lambda config: config.matrix_lr
     ),
@@ -203,7 +203,7 @@ GROUPS: dict[str, GroupSpec] = {  # a parameter belongs to the last group that a
 
 
 class Group(NamedTuple):
-    """Parameters that share a kind of optimizer and a learning rate; `peak` is the schedule's peak, including λ."""
+    """Parameters that share an optimizer and a learning rate, whose peak in the schedule is `peak`, including λ."""
 
     kind: str
     peak: float
@@ -212,14 +212,14 @@ class Group(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """The state from which a run resumes bit for bit: tensors, and scalars such as step counts, by flat name."""
+    """The state from which a run resumes bit for bit: tensors, and scalars such as step counts, keyed by flat names."""
 
     tensors: dict[str, Tensor]
     counters: dict[str, float]
 
 
 class Optimizers:
-    """All optimizers of a model, stepped together; steps count from 0. groups: the non-empty groups of GROUPS."""
+    """All optimizers of a model, which step together. Steps count from 0. groups: the non-empty groups of GROUPS."""
 
     def __init__(self, groups: Mapping[str, Group], config: OptimConfig) -> None:
         self.groups = dict(groups)
@@ -231,13 +231,13 @@ class Optimizers:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Every parameter, group by group."""
+        """All parameters, in the order of their groups."""
         return [parameter for group in self.groups.values() for parameter in group.parameters.values()]
 
     def learning_rates(self, step: int, steps: int, progress: float | None = None) -> dict[str, float]:
-        """Return the learning rate of each group at `step` of `steps`, before Muon scales it by a matrix's shape.
+        """Return the learning rate of each group at `step` of `steps`, before Muon scales it by the shape of a matrix.
 
-        progress: the position in the schedule of `steps` steps, if it differs from `step`.
+        progress: the position in the schedule of `steps` steps, which defaults to `step`.
         """
         progress = step if progress is None else progress
         assert 0 <= progress <= steps
@@ -257,7 +257,7 @@ class Optimizers:
     ) -> None:
         """Clip gradients if `clip` is set, then update every parameter that has a gradient, at `step` of `steps`.
 
-        grad_norm: the norm of all ranks' gradients; None in a single process. moved: called with the names of
+        grad_norm: the gradient norm over all ranks, or None in a single process. moved: called with the names of
         parameters as soon as they are updated. progress: as in `learning_rates`.
         """
         if self.config.clip is not None:
@@ -279,20 +279,20 @@ class Optimizers:
             parameter.grad = None
 
     def grad_norm(self) -> Tensor:
-        """Return the global Euclidean norm of the gradients, a scalar; 0 if there are none."""
+        """Return the global Euclidean norm of the gradients, a scalar, which is 0 if there are no gradients."""
         return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the non-scalar state, not copied: `muon.….momentum`, `adamw.….exp_avg`, `adamw.….exp_avg_sq`."""
+        """Return the state's tensors without copying: `muon.….momentum`, `adamw.….exp_avg`, `adamw.….exp_avg_sq`."""
         return {name: tensor for name, tensor in self._state() if tensor.ndim}
 
     def state_dict(self) -> OptimizerState:
-        """Return the state; its tensors are not copied."""
+        """Return the state, whose tensors are not copied."""
         return OptimizerState(self.tensors(), {name: count.item() for name, count in self._state() if not count.ndim})
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], counters: Mapping[str, float]) -> None:
-        """Load a saved state. If an entry does not fit, raise ValueError naming the first one, with nothing changed."""
+        """Load a saved state. If an entry does not fit, raise ValueError with its name and change nothing."""
         mine, my_counters = self.state_dict()
         _require_same_names(mine, tensors)
         _require_same_names(my_counters, counters)
@@ -301,7 +301,7 @@ class Optimizers:
             if (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
                 raise ValueError(
                     f"optimizer state: {name} is {other.dtype} {tuple(other.shape)} but the model needs "
-                    f"{tensor.dtype} {tuple(tensor.shape)}: resume with the configuration that it was saved with"
+                    f"{tensor.dtype} {tuple(tensor.shape)}; resume with the configuration of the saved run"
                 )
         for name, tensor in self._state():
             if tensor.ndim:
@@ -325,13 +325,13 @@ def _members(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 def _require_same_names(needed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     for name in sorted(needed.keys() ^ given.keys()):
         problem = "is missing" if name in needed else "belongs to no parameter"
-        raise ValueError(f"optimizer state: {name} {problem}: resume with the configuration that it was saved with")
+        raise ValueError(f"optimizer state: {name} {problem}; resume with the configuration of the saved run")
 
 
 def make_optimizers(named_parameters: Iterable[tuple[str, Tensor]], config: OptimConfig, d_model: int) -> Optimizers:
-    """Return Muon for matrices and stacks of them (…, out, in), AdamW for embedding and head, and either for routers.
+    """Return Muon for matrices and stacks (…, out, in), AdamW for the embedding and the head, and either for routers.
 
-    Call it once the parameters are on their device. Raises ValueError if a parameter, such as a vector, fits no group.
+    Call it when the parameters are on their device. Raises ValueError if a parameter, such as a vector, fits no group.
     """
     members: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
     for name, parameter in named_parameters:
@@ -344,7 +344,7 @@ def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_mod
     kind = GROUPS[group].optimizer(config)
     row = OPTIMIZERS[kind]
     scale = (d_model / 768) ** -0.5 if row.scaled(config) and GROUPS[group].scaled else 1
-    # Ranks gather updated parameters in this order, so it must not depend on how many rows a rank owns.
+    # Ranks gather updated parameters in this order, so the order must not depend on how many rows a rank owns.
     first = -2 if row.whole_matrices else 1
     by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters.items():
@@ -355,19 +355,19 @@ def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_mod
 
 
 def _adamw(group: GroupSpec, config: OptimConfig) -> dict[str, Any]:
-    """Return AdamW's options that differ between groups."""
+    """Return the options of AdamW that differ between groups."""
     first, second = group.betas if config.betas == "nanochat" else config.betas
     decay = group.weight_decay if config.weight_decay else 0.0
     return {"betas": (float(first), float(second)), "weight_decay": decay}  # torch rejects integers such as 0
 
 
 def moves_matrices(name: str, parameter: Tensor, config: OptimConfig) -> bool:
-    """Return True if the parameter's optimizer needs full matrices, as Muon does; AdamW is elementwise."""
+    """Return True if the parameter's optimizer needs full matrices, as Muon does, unlike AdamW."""
     return OPTIMIZERS[GROUPS[_group_of(name, parameter)].optimizer(config)].whole_matrices
 
 
 def reads_weights(config: OptimConfig) -> bool:
-    """Return True if an update depends on the weights themselves, so that the rank computing it needs them."""
+    """Return True if updates depend on the weights, so that the rank that computes an update needs them."""
     return config.weight_decay > 0
 
 
@@ -377,5 +377,5 @@ def _group_of(name: str, parameter: Tensor) -> str:
             return group
     raise ValueError(
         f"parameter {name} of shape {tuple(parameter.shape)} has no optimizer: Muon is for matrices, AdamW for the "
-        "embedding, the head and the router; leave it out of named_parameters and step it yourself"
+        "embedding, the head and the router; leave it out of named_parameters and update it yourself"
     )

@@ -1,4 +1,4 @@
-"""Muon: momentum orthogonalized by a Newton-Schulz iteration, for the model's matrices, with later extensions."""
+"""Muon: momentum that a Newton-Schulz iteration orthogonalizes, for the matrices of a model, with later extensions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COEFFICIENTS: Polynomial = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7  # the smallest norm to divide by
 # The optimal polynomials of five steps, which take singular values from 0.001 to 1 to within 0.1411 of 1. They are
 # nanochat's, computed with a safety factor of 0.02 and a cushion of 2. Later steps repeat the last one. The factor on
-# the norm keeps rounding from pushing singular values above 1.
+# the norm prevents rounding from pushing singular values above 1.
 POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -37,16 +37,16 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = (
 POLAR_EXPRESS_SAFETY = 1.01
 LEAST_SECOND_MOMENT = 1e-10
 
-# Elements in a batch of the iteration: enough to fill a GPU, few enough for a CPU's cache, since larger temporaries
-# would be read from memory for every product.
+# Elements in a batch of the iteration: enough to fill a GPU, but few enough for a CPU's cache, since every product
+# would read larger temporaries from memory.
 BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 if the hardware multiplies it, else float32.
+    """Return bfloat16 if the hardware can multiply it, otherwise float32.
 
-    CUDA devices do so from compute capability 8.0 (Ampere), ROCm devices always, and CPUs with AVX-512 BF16, which AMX
-    implies.
+    CUDA devices do from compute capability 8.0 (Ampere) on, ROCm devices always, and CPUs if they have AVX-512 BF16,
+    which AMX implies.
     """
     if device.type == "cuda":
         fast = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -58,8 +58,8 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 class _Piece(NamedTuple):
     """Some of a parameter's matrices with their gradients and momenta, each (matrices, rows, columns).
 
-    All are views, except for gradients with other strides, which are copied. second_moment: NorMuon's, (matrices,
-    rows, 1) or (matrices, 1, columns); None without NorMuon.
+    All are views, except for gradients with different strides, which are copied. second_moment: NorMuon's,
+    (matrices, rows, 1) or (matrices, 1, columns); None without NorMuon.
     """
 
     weight: Tensor
@@ -69,14 +69,14 @@ class _Piece(NamedTuple):
 
 
 class Muon(Optimizer):
-    """Steepest descent under the spectral norm, with Nesterov momentum; matrices of one shape are batched.
+    """Steepest descent under the spectral norm, with Nesterov momentum. Matrices of the same shape are batched.
 
-    params: matrices (out, in), or stacks of them (experts, out, in). By default, each matrix is updated as by
-    `torch.optim.Muon` (which accepts no stacks) without weight decay. ns_dtype: dtype of the iteration's products; None
-    uses `fast_dtype`. period: a parameter group is updated only every period-th step, number `phase` of each period, at
-    period times the learning rate; other steps update only its momenta. turn: the number of the next step. The
-    remaining options are those of `OptimConfig` and off by default. Raises ValueError for a vector, a convolution of
-    two or more dimensions, or a parameter sharded over ranks.
+    params: matrices (out, in), or stacks of matrices (experts, out, in). By default, each matrix is updated as in
+    `torch.optim.Muon`, which does not accept stacks, without weight decay. ns_dtype: the dtype of products in the
+    iteration; None uses `fast_dtype`. period: update a parameter group only in every period-th step, at period times
+    the learning rate; other steps only update its momenta. phase: the step of each period in which it is updated. turn:
+    the number of the next step. The remaining options are described in `OptimConfig` and off by default. Raises
+    ValueError for a vector, a convolution of two or more dimensions, or a parameter sharded over ranks.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. Raises ValueError as `Muon` does."""
+        """Add parameters. Raises the same errors as `Muon`."""
         super().add_param_group(param_group)
         try:
             _require_movable(self.param_groups[-1])
@@ -128,7 +128,7 @@ class Muon(Optimizer):
             raise
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's state before its first step."""
+        """Return the state of a parameter before its first step."""
         state = {"momentum": torch.zeros_like(parameter)}
         side = next(group["normuon"] for group in self.param_groups if any(p is parameter for p in group["params"]))
         if side is not None:
@@ -139,9 +139,9 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update W ← W − lr · √max(1, out/in) · orthogonalize(Nesterov momentum) for each W with a gradient.
 
-        Weight decay first subtracts lr · weight_decay · W; if cautious, it does so only where the update has the sign
-        of W. Outside its turn, a group keeps W and its second moments. closure: recomputes the loss and the gradients;
-        its loss is returned.
+        Weight decay first subtracts lr · weight_decay · W or, if cautious, does so only where the update has the sign
+        of W. W and the second moments of a group do not change outside its turn. closure: a function that recomputes
+        the loss and the gradients; the loss is returned.
         """
         loss = None
         if closure is not None:
@@ -203,13 +203,13 @@ def _require_movable(group: Mapping[str, Any]) -> None:
             wrong = "is sharded, as by fully_shard"
         if wrong is not None:
             raise ValueError(
-                f"parameter {f'{name} ' if name else ''}of shape {tuple(parameter.shape)} {wrong}, and Muon updates "
-                "only whole matrices (out, in) and stacks of them: give it to another optimizer, such as AdamW"
+                f"parameter {f'{name} ' if name else ''}of shape {tuple(parameter.shape)} {wrong}, but Muon only "
+                "updates whole matrices (out, in) and stacks of matrices; use another optimizer, such as AdamW"
             )
 
 
 def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
-    """Update pieces of one matrix shape with the options of their parameter group."""
+    """Update pieces whose matrices have the same shape with the options of their parameter group."""
     rows, columns = pieces[0].weight.shape[-2:]
     momentum, ns_steps = group["momentum"], group["ns_steps"]
     ns_dtype = group["ns_dtype"] or fast_dtype(pieces[0].weight.device)
@@ -265,19 +265,19 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
 
 
 def _decay(weight: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
-    """Update W ← W − amount · W; if cautious, only where U · W ≥ 0, so that the update also moves W towards 0.
+    """Update W ← W − amount · W or, if cautious, only where U · W ≥ 0, where the update also moves W towards 0.
 
-    Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); Chen et al., Cautious Weight Decay (2025). The
-    amount does not depend on the matrix's shape, as in `torch.optim.Muon`; nanochat multiplies by √max(1, out/in).
+    Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); Chen et al., Cautious Weight Decay (2025). As
+    in `torch.optim.Muon`, the amount does not depend on the shape of W; nanochat multiplies it by √max(1, out/in).
     """
-    if cautious:  # in place and without a boolean: twice as fast on a CPU
+    if cautious:  # in place and without a boolean, which is twice as fast on a CPU
         weight.sub_((update * weight).ge_(0).mul_(weight), alpha=amount)
     else:
         weight.sub_(weight, alpha=amount)
 
 
 def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield batches of pieces of one matrix shape; a piece larger than a batch is split."""
+    """Yield batches of pieces whose matrices have the same shape. Pieces that are larger than a batch are split."""
     pieces: list[_Piece] = []
     for whole in wholes:
         size = _batch_size(whole.weight)
@@ -294,17 +294,17 @@ def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _batch_size(weight: Tensor) -> int:
-    """Return how many matrices of the weight's shape fit in a batch."""
+    """Return how many matrices with the shape of the weight fit in a batch."""
     return max(1, BATCH_ELEMENTS["cpu" if weight.is_cpu else "gpu"] // weight.shape[-2:].numel())
 
 
-# The functions between momentum and update, on stacks of matrices (…, rows, columns), in the order in which Muon
-# applies them: `normalize` as MuonEq's equilibration, `orthogonalize`, `normalize` as Muon+'s renormalisation,
-# `normuon`. Only `orthogonalize` always runs.
+# Functions on stacks of matrices (…, rows, columns) that turn the momentum into the update. Muon applies them in this
+# order: `normalize` for MuonEq's equilibration, `orthogonalize`, `normalize` for Muon+'s renormalisation, `normuon`.
+# Only `orthogonalize` is always applied.
 
 
 def iteration(name: OrthogonalizerName, steps: int) -> tuple[list[Polynomial], float]:
-    """Return each step's polynomial, and the factor on the norm by which matrices are divided before the first step."""
+    """Return the polynomial of each step and the factor on the norm that divides matrices before the first step."""
     if name == "newton_schulz":
         return [COEFFICIENTS] * steps, 1.0
     return [POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] for step in range(steps)], POLAR_EXPRESS_SAFETY
@@ -317,25 +317,25 @@ def orthogonalize(
     steps: int = 5,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the matrices with all singular values about 1 and the same singular vectors; a zero matrix stays zero.
+    """Return matrices with the same singular vectors and all singular values close to 1. A zero matrix stays zero.
 
     matrices: (…, rows, columns). Iterates X ← (a + b X Xᵀ + c (X Xᵀ)²) X from X = M / ‖M‖, with each matrix's Frobenius
     norm. newton_schulz: Jordan et al., Muon (2024). polar_express: Amsel et al., The Polar Express (2025), starts from
     X = M / (1.01 ‖M‖). Each polynomial is optimal for the interval in which the previous one leaves the singular
-    values, so small values grow faster and all end closer to 1. dtype: the dtype of the products and of the result.
+    values, so small values grow faster and all end up closer to 1. dtype: the dtype of the products and the result.
     """
     polynomials, safety = iteration(name, steps)
     rows, columns = matrices.shape[-2:]
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp_(min=EPS).mul_(safety)
     x = torch.div(matrices, norm, out=torch.empty_like(matrices, dtype=dtype)).reshape(-1, rows, columns)
-    # The polynomial multiplies from the smaller side: X (a + b XᵀX + …) is the same matrix.
+    # The polynomial is multiplied from the smaller side, since X (a + b XᵀX + …) is the same matrix.
     wide = rows <= columns
     gram = x.new_empty(len(x), min(rows, columns), min(rows, columns))
     polynomial, new = torch.empty_like(gram), torch.empty_like(x)
     for a, b, c in polynomials:
         torch.bmm(*((x, x.mT) if wide else (x.mT, x)), out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        # a X is added outside the product: with a on the polynomial's diagonal, bfloat16's error would double.
+        # a X is added outside the product: with a on the polynomial's diagonal, the error of bfloat16 would double.
         torch.baddbmm(x, *((polynomial, x) if wide else (x, polynomial)), beta=a, out=new)
         x, new = new, x
     return x.view(matrices.shape)
@@ -355,7 +355,7 @@ def normalize(matrices: Tensor, parts: Parts) -> Tensor:
 
 
 def second_moment_shape(matrices: torch.Size, side: Side) -> tuple[int, ...]:
-    """Return the shape of NorMuon's second moments: one per row, per column, or per line of the longer side."""
+    """Return the shape of NorMuon's second moments: one for each row, each column, or each line of the longer side."""
     *stack, rows, columns = matrices
     by_row = side == "rows" or (side == "longer" and rows >= columns)
     return (*stack, rows, 1) if by_row else (*stack, 1, columns)
@@ -365,9 +365,9 @@ def second_moment_shape(matrices: torch.Size, side: Side) -> tuple[int, ...]:
 def normuon(update: Tensor, second_moment: Tensor, beta: float) -> Tensor:
     """Update v ← β v + (1 − β) mean(U²) over each row or column, and return U / √v scaled to the norm of U.
 
-    Rows that recently moved more than others thus move less. second_moment: v, of shape `second_moment_shape`, updated
-    in place. Li et al., NorMuon (2025), use rows and scale to a root mean square of 0.2; keeping the norm and using the
-    longer side follow nanochat.
+    Rows that moved more than others in recent steps thus move less. second_moment: v, of shape `second_moment_shape`,
+    updated in place. Li et al., NorMuon (2025), use rows and scale to a root mean square of 0.2; keeping the norm and
+    using the longer side follow nanochat.
     """
     mean = update.square().sum_to_size(second_moment.shape) / (update.numel() // second_moment.numel())
     second_moment.lerp_(mean, 1 - beta)

@@ -10,8 +10,8 @@ from torch import Tensor
 def auxiliary_loss(gates: Tensor, load: Tensor, *, strength: float) -> Tensor:
     """Return α Σ_i f_i P_i (paper, Related Work, Load Balancing), differentiable only through the gates.
 
-    gates: (batch, time, experts), from `shares_of`, whose means are P_i. load: (experts,), from which f is computed.
-    Under perfect balance, the loss is α Σ_i P_i.
+    gates: (batch, time, experts), computed by `shares_of`; their means over tokens are P_i. load: (experts,), which
+    determines f. Under perfect balance, the loss is α Σ_i P_i.
     """
     gates = gates.reshape(-1, gates.shape[-1])
     mean_gate = gates.sum(0) / max(len(gates), 1)
@@ -19,7 +19,7 @@ def auxiliary_loss(gates: Tensor, load: Tensor, *, strength: float) -> Tensor:
 
 
 def normalised_load(load: Tensor) -> Tensor:
-    """Return f_i, each expert's load over the mean load: 1 under balance, and also if nothing was routed."""
+    """Return f_i, the load of each expert divided by the mean load. It is 1 under balance and if nothing was routed."""
     mean = load.sum() / len(load)
     return torch.where(mean > 0, load / mean, 1.0)
 

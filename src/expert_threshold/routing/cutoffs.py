@@ -1,7 +1,7 @@
-"""Pools and cutoffs, shared by expert choice and expert threshold.
+"""Pools and cutoffs, which expert choice and expert threshold have in common.
 
-Both rules keep a running mean of their pools' k-th largest scores, the cutoff by which inference routes. They also
-keep a running mean of score sketches, which yields the cutoffs for any other rate after training.
+Both rules keep a running mean of the k-th largest scores in their pools, and use this mean as the cutoff at inference.
+They also keep a running mean of score sketches, from which cutoffs for other rates can be computed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .selection import Cut, take
 Pool = Literal["sequence", "batch", "global"] | Count
 
 
-# A sketch holds quantiles of each expert's score distribution at a few usages u, the share of tokens above a cutoff.
-# Usages are evenly spaced in logit(u) = log(u / (1 − u)), in which quantiles of bell-shaped distributions are nearly
-# linear. Beyond the last level, quantiles are extrapolated linearly.
+# A sketch holds quantiles of each expert's score distribution at a few usages u. The usage is the share of tokens above
+# a cutoff. Usages are evenly spaced in logit(u) = log(u / (1 − u)), in which quantiles of bell-shaped distributions are
+# nearly linear. Beyond the last level, quantiles are extrapolated linearly.
 
 STEP, LAST = 0.5, 7.5
-"""Levels are logits of usage from −LAST to LAST: 0.06 % to 99.94 % of the tokens."""
+"""Levels are logits of the usage, which range from −LAST to LAST, or from 0.06 % to 99.94 % of the tokens."""
 LEVELS = round(2 * LAST / STEP) + 1
 MOST_USAGE = 1 / (1 + math.exp(-LAST))
 """The largest usage at which quantiles are kept."""
@@ -39,10 +39,10 @@ SAMPLE = 2048
 
 @torch.no_grad()
 def sketch(scores: Tensor) -> Tensor:
-    """Return the scores (levels, experts), in descending order, that each level's share of the tokens exceeds.
+    """Return the quantiles (levels, experts) of scores (tokens, experts), in descending order.
 
-    scores: (tokens, experts). Uses up to SAMPLE tokens with an odd spacing, which samples every position of even-length
-    sequences. The h-th largest of n scores estimates the quantile at its expected usage, h / (n + 1).
+    At most SAMPLE tokens are used. Their spacing is odd, so that every position of even-length sequences is sampled.
+    The h-th largest of n scores estimates the quantile at its expected usage, h / (n + 1).
     """
     stride = -(-len(scores) // SAMPLE) | 1
     ordered = _ascending(scores.detach()[::stride])
@@ -55,7 +55,7 @@ def sketch(scores: Tensor) -> Tensor:
 
 
 def quantile(sketch: Tensor, usage: float) -> Tensor:
-    """Return the cutoffs (experts,) that a share `usage` of the tokens exceeds: none at 0, all at 1."""
+    """Return the cutoffs (experts,) above which a share `usage` of the tokens lies: no token at 0, every token at 1."""
     if not 0 < usage < 1:
         return sketch.new_full(sketch.shape[1:], -math.inf if usage else math.inf)
     place = (math.log(usage / (1 - usage)) + LAST) / STEP
@@ -103,7 +103,7 @@ def dial(state: CutoffState, rate: float) -> CutoffState:
     if not 0 <= rate <= num_experts:
         raise ValueError(f"rate={rate} must be between 0 and num_experts={num_experts} routed experts per token")
     if state.sketch_weight == 0:
-        raise ValueError(f"rate={rate} needs a sketch of scores, which this state lacks; make one with et calibrate")
+        raise ValueError(f"rate={rate} needs a sketch of scores, which this state lacks; create one with et calibrate")
     cutoffs = quantile(state.sketch / state.sketch_weight, rate / num_experts)
     return state._replace(mean=cutoffs, weight=torch.ones_like(state.weight), slope=torch.zeros_like(state.slope))
 
@@ -111,8 +111,8 @@ def dial(state: CutoffState, rate: float) -> CutoffState:
 def begin_run(state: CutoffState, first: CutoffState, rate: float | None = None) -> CutoffState:
     """Return the initial state of a new run that keeps an earlier run's cutoffs and sketch, but resets the step count.
 
-    first: the new run's state without data. rate: the new experts_per_token, if it changed. The cutoffs are then read
-    from the sketch, if any, but never at −∞, where a mean would stay. The new run may use another estimator.
+    first: the new run's state before any data. rate: the new experts_per_token, if it changed. Cutoffs are then read
+    from the sketch, if any, but are never −∞, which a mean would keep. The new run may use another estimator.
     """
     if rate is not None:
         state = dial(state, min(rate, MOST_USAGE * len(state.mean))) if state.sketch_weight > 0 else first
@@ -130,10 +130,10 @@ def begin_run(state: CutoffState, first: CutoffState, rate: float | None = None)
 
 @torch.no_grad()
 def update_cutoff(state: CutoffState, observation: Observation, decay: float, debias: bool) -> CutoffState:
-    """Return the state after c ← β c + (1−β) · batch cutoff (paper, Algorithm 1, line 5), once per optimizer step.
+    """Return the state after the update c ← β c + (1−β) · batch cutoff of one step (paper, Algorithm 1, line 5).
 
-    A step that formed no pool changes nothing. The state may come from a run with another estimator: the mean continues
-    from that run's cutoff, whatever its weight and slope.
+    If the step formed no pool, the state does not change. The state may come from a run with another estimator: the
+    mean continues from that run's cutoff, whatever its weight and slope.
     """
     seen = observation.pools > 0
     # Both forms of the mean start from the state's current cutoff, including a trend's slope.
@@ -148,11 +148,11 @@ def update_cutoff(state: CutoffState, observation: Observation, decay: float, de
 
 @torch.no_grad()
 def follow_trend(state: CutoffState, observation: Observation, decay: float) -> CutoffState:
-    """Return the state after a step of Brown's double exponential smoothing, which does not lag β / (1−β) steps behind
-    drifting scores as the running mean does.
+    """Return the state after one step of Brown's double exponential smoothing. If scores drift, it does not lag behind,
+    whereas the running mean lags by β / (1−β) steps.
 
-    With cutoff c and batch cutoff b: l ← c + (1−β)(b − c), s ← s + g (l − l' − s), c ← l + s. The slope's gain,
-    g = (1−√β) / (1+√β), damps critically: n steps after a jump, the error has decayed like n √β ⁿ.
+    With cutoff c and batch cutoff b: l ← c + (1−β)(b − c), s ← s + g (l − l' − s), c ← l + s. The gain g = (1−√β) /
+    (1+√β) gives critical damping: n steps after a jump, the error has decayed like n √β ⁿ.
     """
     updated = update_cutoff(state, observation, decay, debias=True)
     started, seen = state.weight > 0, observation.pools > 0
@@ -168,7 +168,7 @@ def follow_trend(state: CutoffState, observation: Observation, decay: float) -> 
 
 
 def batch_sketch(observation: Observation) -> Tensor:
-    """Return the batch's mean sketch (levels, experts), weighted by tokens; NaN if no pool was formed."""
+    """Return the mean sketch of a batch (levels, experts), weighted by tokens, or NaN if no pool was formed."""
     return observation.sketch_sum / observation.tokens
 
 
@@ -181,7 +181,7 @@ class Pools(NamedTuple):
 
 
 def form_pools(scores: Tensor, pool: Pool, group: dist.ProcessGroup | None) -> Pools:
-    """Split scores (batch, time, experts) into pools; an empty batch forms none.
+    """Split scores (batch, time, experts) into pools. An empty batch has no pools.
 
     Raises ValueError if `pool` is a number of tokens that does not divide the batch.
     """
@@ -211,8 +211,8 @@ def _over_ranks(tokens: int, group: dist.ProcessGroup | None, device: torch.devi
 def bounds(tokens: int, experts_per_token: float, num_experts: int, slack: float | None) -> tuple[int, int, int]:
     """Return k = ⌊tokens · experts_per_token / num_experts⌋, k_min = ⌊k(1−s)⌋ and k_max = ⌊k(1+s)⌋ for a pool.
 
-    Floors are computed from the numbers as written in decimal, not their binary approximations. Raises ValueError if
-    k = 0, unless there are no tokens.
+    The floors are computed from the decimal forms of the numbers, not from their binary approximations. Raises
+    ValueError if k = 0, unless there are no tokens.
     """
     numerator, denominator = as_ratio(experts_per_token)
     k = tokens * numerator // (denominator * num_experts)
@@ -229,12 +229,12 @@ def bounds(tokens: int, experts_per_token: float, num_experts: int, slack: float
 
 
 def as_ratio(number: float) -> tuple[int, int]:
-    """Return numerator and denominator of the number as written in decimal: 0.1 is (1, 10)."""
+    """Return the numerator and denominator of the number's decimal form; 0.1 gives (1, 10)."""
     return Fraction(str(number)).as_integer_ratio()
 
 
 GatesOf = Callable[[Tensor, Tensor], Tensor]
-"""`Gated.gates_of`: gates (batch, time, experts) from scores (batch, time, num_scores) and the assignment."""
+"""The type of `Gated.gates_of`, which computes gates from scores (batch, time, num_scores) and the assignment."""
 
 
 def route_in_inference(scores: Tensor, gates_of: GatesOf, cutoff: Tensor, experts_per_token: float) -> Routing:
@@ -242,7 +242,7 @@ def route_in_inference(scores: Tensor, gates_of: GatesOf, cutoff: Tensor, expert
 
     scores: (batch, time, num_scores), with the experts' scores first.
     """
-    # `Router.infer` with thresholds of each row, and the decoder of `kernels/cpu`, make the same comparison.
+    # `Router.infer`, which has thresholds for each row, and the decoder in `kernels/cpu` make the same comparison.
     assignment = scores[..., : len(cutoff)] > cutoff
     gates = gates_of(scores, assignment)
     target = scores[..., 0].numel() * experts_per_token / len(cutoff)
@@ -265,10 +265,10 @@ def route_in_inference(scores: Tensor, gates_of: GatesOf, cutoff: Tensor, expert
 def route_in_training(
     scores: Tensor, gates_of: GatesOf, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor
 ) -> Routing:
-    """Return the routing that takes each pool's tokens up to its cut, with drops and fills relative to `cutoff`.
+    """Return the routing that takes each pool's tokens up to its cut. Drops and fills are relative to `cutoff`.
 
-    scores: (batch, time, num_scores), with the experts' scores first, from which the pools were formed. kth: the cuts
-    that take each pool's k largest.
+    scores: the scores (batch, time, num_scores) from which the pools were formed, experts first. kth: the cuts that
+    take the k largest scores of each pool.
     """
     taken = take(pools.scores, cut)
     above = (pools.scores > cutoff).sum(1)
@@ -291,18 +291,17 @@ def route_in_training(
 
 
 def _sketch_sum(scores: Tensor) -> Tensor:
-    """Return the sketch (levels, experts) of this rank's scores (tokens, experts), times tokens; 0 without tokens."""
+    """Return the sketch (levels, experts) of this rank's scores (tokens, experts), times the number of tokens."""
     if len(scores) == 0:
         return scores.new_zeros(LEVELS, scores.shape[1])
     return sketch(scores) * len(scores)
 
 
 PAPER_STEPS = 19_073
-"""Optimizer steps of the paper's d12 (Table "Training hyperparameters"), the run its decay and warmup were chosen for.
-"""
+"""Optimizer steps of the paper's d12 (Table "Training hyperparameters"), for which decay and warmup were chosen."""
 PAPER_DECAY, PAPER_WARMUP_STEPS = 0.999, 4000
 LEAST_DECAY = 0.9
-"""Makes a running mean cover at least ten steps, however short the run."""
+"""The smallest scaled decay, with which the running mean of even a short run covers ten steps."""
 
 
 def scaled_decay(decay: float, steps: int) -> float:
@@ -315,7 +314,7 @@ def scaled_decay(decay: float, steps: int) -> float:
 
 
 class ByCutoff(Gated):
-    """A rule that averages its pools' k-th largest scores into cutoffs, which route at inference."""
+    """Base class of rules that average the k-th largest scores of their pools into cutoffs for inference."""
 
     pool: Pool
     decay: float
@@ -323,17 +322,17 @@ class ByCutoff(Gated):
 
     @property
     def slack(self) -> float | None:
-        """The slack s that keeps loads in training within k(1−s) and k(1+s); None if unbounded."""
+        """The slack s, which keeps loads in training between k(1−s) and k(1+s), or None if loads are unbounded."""
         raise NotImplementedError
 
     def cut(self, pools: Pools, ks: tuple[int, int, int], state: CutoffState) -> tuple[Cut, Cut]:
-        """Return each pool's cut in training, and the cut that takes its k largest; ks: k, k_min and k_max."""
+        """Return each pool's cut in training and the cut that takes its k largest scores. ks: k, k_min and k_max."""
         raise NotImplementedError
 
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return the routing by `cut` in training, else z = 1{r > c}. scores: (batch, time, num_scores) float32."""
+        """Route by `cut` in training and by z = 1{r > c} at inference. scores: (batch, time, num_scores) float32."""
         if not training:
             return route_in_inference(scores, self.gates_of, cutoff(state), self.experts_per_token)
         pools = form_pools(self.without_nulls(scores), self.pool, group)
@@ -345,7 +344,7 @@ class ByCutoff(Gated):
         return update_cutoff(state, observation, self.decay, self.debias)
 
     def init(self) -> CutoffState:
-        """Return the state before the first update, whose cutoff is 0."""
+        """Return the state before the first update, in which all cutoffs are 0."""
         nothing = torch.zeros(LEVELS, self.num_experts, dtype=torch.float32)
         weight = torch.tensor(0.0 if self.debias else 1.0, dtype=torch.float32)
         mean, slope, sketch_weight = nothing[0].clone(), nothing[0].clone(), torch.tensor(0.0, dtype=torch.float32)
@@ -353,7 +352,7 @@ class ByCutoff(Gated):
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a decay whose running mean covers the same share of the run as the paper's, but at least ten steps."""
+        """Return a decay whose running mean covers the same share of a run as in the paper, but at least ten steps."""
         return {"decay": scaled_decay(PAPER_DECAY, steps)}
 
     def scope(self, training: bool) -> Scope:
@@ -363,7 +362,7 @@ class ByCutoff(Gated):
         return self.pool if self.pool in ("sequence", "global") else "batch"
 
     def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
-        """Return ⌊tokens · experts_per_token · (1 + s)⌋, whatever the size of the pools; None without bounds."""
+        """Return ⌊tokens · experts_per_token · (1 + s)⌋, for pools of any size, or None if loads are unbounded."""
         if not training or self.slack is None or (ranks > 1 and self.pool == "global"):
             return None
         (each, per), (extra, unit) = as_ratio(self.experts_per_token), as_ratio(self.slack)
@@ -405,8 +404,8 @@ class ByCutoff(Gated):
 
     def measure(self, state: CutoffState, observation: Observation) -> dict[str, Tensor]:
         """Return the batch cutoffs, their distance from the running means, and the effect of the bounds on loads
-        (paper, Capacity Constraints): raw_usage, the share of tokens above the cutoff; saturation, tokens dropped over
-        tokens above it; starvation, tokens filled in over k.
+        (paper, Capacity Constraints): raw_usage is the share of tokens above the cutoff, saturation the share of these
+        tokens that are dropped, and starvation the number of tokens filled in, divided by k.
         """
         return {
             "batch_cutoff": observation.batch_cutoff,

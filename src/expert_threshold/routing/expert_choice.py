@@ -14,23 +14,23 @@ from .selection import Cut, kth_largest
 
 @dataclass(frozen=True)
 class ExpertChoice(ByCutoff):
-    """Exact loads in training, at the price of looking at the whole pool; running cutoffs decide at inference."""
+    """Exact loads in training, at the cost of looking at the whole pool; at inference, running cutoffs decide."""
 
-    num_experts: Count = option(16, "Routed experts in a layer.")
+    num_experts: Count = option(16, "Number of routed experts in a layer.")
     experts_per_token: float = option(1, "Mean number of routed experts per token.")
     pool: Pool = option(
         "batch",
         "Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches or a number of tokens.",
     )
-    decay: Decay = option(0.999, "Decay β of the cutoffs' running mean. Presets scale it to their number of steps.")
+    decay: Decay = option(0.999, "Decay β of the running mean of the cutoffs. Presets scale it to the number of steps.")
     debias: bool = option(True, "Correct the running mean for its initial value of 0.")
     gate: PlainGate = option(
-        "sigmoid", "Gate of an expert's output. sigmoid is the paper's; softmax includes all experts and null scores."
+        "sigmoid", "Function that turns scores into gates. The paper uses sigmoid. softmax includes the null scores."
     )
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
 
     def cut(self, pools: Pools, ks: tuple[int, int, int], state: CutoffState) -> tuple[Cut, Cut]:
-        """Return z = 1{t ∈ Top_k(r_i)} per pool, as cuts."""
+        """Return the cuts for z = 1{t ∈ Top_k(r_i)} in each pool."""
         (kth,) = kth_largest(pools.scores, ks[:1], pools.group)
         return kth, kth
 

@@ -33,46 +33,46 @@ SHORT_RUN, TREND_DECAY = 2000, 0.6
 
 @dataclass(frozen=True)
 class ExpertThreshold(ByCutoff):
-    """Causal routing with expected loads: cutoff c_i is the running mean of past batches' k-th largest scores.
+    """Causal routing by cutoffs: the cutoff c_i is a running mean of the k-th largest scores in past batches.
 
     The paper's Algorithm 1, with its line numbers:
 
         3   z[t,i] = 1{r[t,i] > c_i}                            `cut` in training, `route` at inference
         5   c_i ← β c_i + (1 − β) · kth_largest(r[·,i], k)      `update`, once per optimizer step
 
-    In training the bounds k(1 ± s) clamp each load; during warmup both bounds are k, which is expert choice.
+    In training, each load is clamped to the bounds k(1 ± s). During warmup, both bounds equal k, as in expert choice.
     """
 
-    num_experts: Count = option(16, "Routed experts in a layer.")
+    num_experts: Count = option(16, "Number of routed experts in a layer.")
     experts_per_token: float = option(1, "Mean number of routed experts per token.")
     decay: Decay = option(
         0.999,
-        "Decay β of the cutoffs' running mean. Presets scale it to their number of steps. "
-        "In short runs, which default to the trend, setting a decay selects the running mean instead.",
+        "Decay β of the running mean of the cutoffs. Presets scale it to the number of steps. Short runs use the "
+        "trend by default; setting a decay makes them use the running mean instead.",
     )
     warmup_steps: NonNegativeInt = option(
         4000,
-        "Steps of expert choice before cutoffs decide. Presets use 4000 for runs of at least the paper's 19,073 steps, "
-        "and a fifth of shorter runs.",
+        "Number of steps of expert choice before cutoffs decide. In presets, 4000 steps for runs at least as long as "
+        "the paper's (19,073 steps), and one fifth of the steps otherwise.",
     )
     capacity_slack: NonNegative | None = option(
-        0.5, "Slack s: loads in training stay within k(1±s). none disables the bounds."
+        0.5, "Slack s. Loads in training stay between k(1−s) and k(1+s). none disables these bounds."
     )
     pool: Pool = option(
         "global",
-        "Tokens over which the k-th largest score is taken. A sequence, a micro-batch, all ranks' micro-batches, or a "
-        "number of tokens. The bounds apply to the same tokens.",
+        "Tokens among which the k-th largest score is found: a sequence, a micro-batch, the micro-batches of all "
+        "ranks, or a given number of tokens. The bounds apply to the same tokens.",
     )
-    debias: bool = option(True, "Correct the running mean for its start at 0. The literal formula does not.")
+    debias: bool = option(True, "Correct the running mean for its initial value of 0. The paper's formula does not.")
     estimator: Estimator = option(
         "mean",
-        "Estimator of the cutoffs. mean is the paper's running mean. trend adds a slope to keep up with drifting "
+        "How cutoffs are estimated. mean is the paper's running mean. trend adds a slope to keep up with drifting "
         "scores; it is meant for runs of up to 2000 steps, with a decay of 0.6.",
     )
     gate: Gate = option(
         "sigmoid",
-        "Gate of an expert's output. sigmoid is the paper's; softmax includes all experts and null scores. The others "
-        "are normalised over the token's experts, as in many checkpoints.",
+        "Function that turns scores into gates. The paper uses sigmoid. softmax is taken over all experts and null "
+        "scores. The other gates are normalised over the experts of a token, as in many published models.",
     )
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
@@ -83,7 +83,7 @@ class ExpertThreshold(ByCutoff):
             raise ValueError(f"debias={self.debias} needs estimator='mean'; a trend is always unbiased")
 
     def cut(self, pools: Pools, ks: tuple[int, int, int], state: CutoffState) -> tuple[Cut, Cut]:
-        """Return the cuts for z = 1{r > c} within the capacity bounds (line 3), and the cuts taking the k largest."""
+        """Return the cuts for z = 1{r > c} within the capacity bounds (line 3) and the cuts that take the k largest."""
         kth, at_least, at_most = kth_largest(pools.scores, ks, pools.group)
         warmup = state.step < self.warmup_steps  # a tensor, so that the end of warmup changes no code path
         at_least, at_most = kth.where(warmup, at_least), kth.where(warmup, at_most)
@@ -105,7 +105,7 @@ class ExpertThreshold(ByCutoff):
 
     @property
     def looks_ahead(self) -> bool:
-        """False: after warmup only the capacity bounds look ahead."""
+        """False, since only the capacity bounds look ahead after warmup."""
         return False
 
     @property
@@ -122,14 +122,14 @@ class ExpertThreshold(ByCutoff):
         return super().window(sequence, batch, step)._replace(remembered=round(step / (1 - self.decay)))
 
     def calibration_rule(self, experts_per_token: float) -> Rule:
-        """Return this rule in endless warmup."""
+        """Return this rule with a warmup that never ends."""
         return replace(self, experts_per_token=experts_per_token, pool="batch", warmup_steps=sys.maxsize)
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the paper's warmup and decay, scaled to the run: warmup lasts 4000 steps, or a fifth of a run shorter
-        than the paper's. Runs of up to SHORT_RUN steps use the trend, since the mean would lag, unless an option of the
-        mean is set.
+        than the paper's. Runs of up to SHORT_RUN steps use the trend, since the mean would lag, unless `options` set
+        its decay or debias.
         """
         by_trend = steps <= SHORT_RUN and not {"decay", "debias"} & options.keys()
         estimator = options.get("estimator", "trend" if by_trend else "mean")

@@ -12,22 +12,22 @@ from .rule import Rule
 Gate = Literal["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"]
 Over = Literal["scores", "gates"]
 PlainGate = Literal["sigmoid", "softmax"]
-"""Gates that do not depend on the chosen experts, so that a token may have no expert."""
+"""Gates that do not depend on which experts are chosen, so that a token may go to no expert."""
 _LABELS: dict[Gate, str] = {
     "sigmoid": "",
     "softmax": " softmax",
     "softmax_chosen": " softmax chosen",
     "sigmoid_normalised": " sigmoid norm.",
 }
-NULL_SCORES = "Extra router scores of no expert. They only enter the gates' softmax."
+NULL_SCORES = "Number of additional router scores that belong to no expert. They only enter the softmax of the gates."
 """Help text of the option null_scores, shared by several rules."""
 
 
 class Gated(Rule):
-    """A rule with the options gate and null_scores, and optionally gate_scale.
+    """Base class of rules with the options gate and null_scores, and optionally gate_scale.
 
-    Null scores follow the experts' scores. No token goes to them, but the softmax of the gates includes them, so they
-    lower the gates of a token that no expert suits.
+    Null scores come after the experts' scores. No token is routed to them, but the softmax of the gates includes them,
+    so they lower the gates of tokens that no expert suits.
     """
 
     gate: Gate
@@ -38,8 +38,8 @@ class Gated(Rule):
         super().__post_init__()
         if self.null_scores and self.gate != "softmax":
             raise ValueError(
-                f"null_scores={self.null_scores} needs gate='softmax', the only gate over all scores; leave "
-                "null_scores at 0, or set the gate"
+                f"null_scores={self.null_scores} requires gate='softmax', the only gate that uses all scores; set the "
+                "gate, or leave null_scores at 0"
             )
 
     @property
@@ -55,22 +55,22 @@ class Gated(Rule):
         return self.gate == "softmax" and self.gate_scale == 1
 
     def without_nulls(self, values: Tensor) -> Tensor:
-        """Return the experts' columns of values (batch, time, num_scores)."""
+        """Return the columns of values (batch, time, num_scores) that belong to experts."""
         width = self.num_experts + self.null_scores
         assert values.shape[-1] == width, f"{values.shape[-1]} scores of a token, not {width}"
         return values[..., : self.num_experts] if self.null_scores else values
 
     def gates_of(self, scores: Tensor, assignment: Tensor | None = None) -> Tensor:
-        """Return the gates (batch, time, experts) for scores r (batch, time, num_scores) and the assignment z, which
-        only normalised gates need.
+        """Return the gates (batch, time, experts) for scores r (batch, time, num_scores). Normalised gates also need
+        the assignment z.
 
         sigmoid: σ(r). softmax: exp(r) / Σ exp(r) over all scores, as in Switch and OLMoE. softmax_chosen: softmax over
         the chosen experts, as in Mixtral and, with norm_topk_prob, in Qwen3-MoE. sigmoid_normalised: σ(r) / Σ z σ(r),
-        as in DeepSeek-V3, which calls gate_scale routed_scaling_factor. Gates of experts that are not chosen are
+        as in DeepSeek-V3, where gate_scale is called routed_scaling_factor. Gates of experts that are not chosen are
         unspecified but finite.
         """
         if self.gate in ("sigmoid", "softmax"):
-            # Copied where null scores are left out, since FSDP2 warns about outputs that are views.
+            # Without the null scores, this would be a view, and FSDP2 warns about outputs that are views.
             gates = self.without_nulls(weights_of(self.gate, scores)).contiguous()
         else:
             assert assignment is not None, f"gate={self.gate!r} is normalised over the assignment"
@@ -79,7 +79,7 @@ class Gated(Rule):
         return gates if self.gate_scale == 1 else self.gate_scale * gates
 
     def label_of_gates(self) -> str:
-        """Return the part of a label that names the gates; empty for plain sigmoids."""
+        """Return the part of a label that names the gates, or an empty string for plain sigmoids."""
         scale = "" if self.gate_scale == 1 else f" ×{self.gate_scale:g}"
         plural = "" if self.null_scores == 1 else "s"
         nulls = f", {self.null_scores} null score{plural}" if self.null_scores else ""
@@ -87,7 +87,7 @@ class Gated(Rule):
 
 
 class Valued(Gated):
-    """A gated rule that selects by values: the scores or, with over="gates", their sigmoid or softmax."""
+    """Base class of gated rules that select by the scores or, with over="gates", by their sigmoid or softmax."""
 
     over: Over
 
@@ -100,7 +100,7 @@ class Valued(Gated):
             )
 
     def values_of(self, scores: Tensor) -> Tensor:
-        """Return the experts' values (batch, time, experts), without gradient; scores: (batch, time, num_scores)."""
+        """Return the experts' values (batch, time, experts) for scores (batch, time, num_scores), without gradients."""
         detached = scores.detach()
         return self.without_nulls(detached if self.over == "scores" else weights_of(self.gate, detached))
 
@@ -120,7 +120,7 @@ def weights_of(gate: Gate, scores: Tensor) -> Tensor:
 
 
 def shares_of(gate: Gate, scores: Tensor) -> Tensor:
-    """Return the shares of the experts' scores r, whose means over tokens are P_i in the auxiliary losses.
+    """Return the experts' shares for scores r. Their means over tokens are the P_i of the auxiliary losses.
 
     A share is σ(r) or, normalised over all experts, softmax(r) or σ(r) / Σ σ(r).
     """

@@ -19,24 +19,24 @@ Null = Literal["zero", "copy"]
 
 
 class NullSlotState(NamedTuple):
-    """Biases that are added to the slots' shares for selection alone."""
+    """Biases that are added to the shares of the slots for selection only."""
 
-    bias: Tensor  # (num_scores,) float32, the experts' first
+    bias: Tensor  # (num_scores,) float32, experts first
 
 
 @dataclass(frozen=True)
 class NullSlots(Rule):
-    """Every token chooses slots_per_token of num_experts + null_slots; its fanout is the number of experts among them.
+    """Every token chooses slots_per_token slots, experts or null slots; its fanout is the number of experts among them.
 
     p = softmax(r) over all slots, z_t = Top(p_t + b), and gates are c · p. Each step adds u · sign(target load − load)
     to a slot's bias, which balances the experts and holds the mean fanout at experts_per_token without a loss.
     """
 
-    num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: float = option(1, "Target mean number of routed experts per token.")
+    num_experts: Count = option(16, "Number of routed experts in a layer.")
+    experts_per_token: float = option(1, "Target for the mean number of routed experts per token.")
     null_slots: Count = option(16, "Number of slots that compute nothing.")
     slots_per_token: Count = option(2, "Number of slots, experts or null slots, that every token chooses.")
-    null: Null = option("zero", "Output of a null slot. copy is the token itself times the gate.")
+    null: Null = option("zero", "Output of a null slot. copy outputs the token itself times the gate.")
     bias_rate: NonNegative = option(0.001, "Step size u of the biases. 0 disables them.")
     gate_scale: Positive = option(1.0, "Factor c applied to all gates.")
 
@@ -62,7 +62,7 @@ class NullSlots(Rule):
     def route(
         self, scores: Tensor, state: NullSlotState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return the routing of scores (batch, time, num_scores) float32, experts first; ties go to the lower slot."""
+        """Route float32 scores of shape (batch, time, num_scores), experts first. Ties go to the lower slot."""
         tokens, experts = scores[..., 0].numel(), self.num_experts
         shares = scores.softmax(-1)
         biased = (shares.detach() + state.bias).reshape(tokens, self.num_scores, 1)
@@ -105,7 +105,7 @@ class NullSlots(Rule):
         return tokens * min(self.slots_per_token, self.num_experts)
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the tokens over which load is measured."""
+        """Return the number of tokens over which load is measured."""
         return Window(step, None)
 
     def describe(self, state: NullSlotState) -> dict[str, Tensor]:

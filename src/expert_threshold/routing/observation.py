@@ -1,4 +1,4 @@
-"""A rule's results: the assignment, its gates, and the sums that updates, metrics and figures are computed from."""
+"""Results of a rule: the assignment, its gates, and the sums from which updates, metrics and figures are computed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Observation(NamedTuple):
-    """Statistics of one forward. All are sums, so `a + b` combines micro-batches and an all-reduce combines ranks.
+    """Statistics of one forward pass. All are sums, so `a + b` combines micro-batches and an all-reduce combines ranks.
 
-    Counts are int64, moments float32; (experts,) unless noted otherwise. A rule's own sums are attributes too:
-    `observation.dropped` is `observation.sums["dropped"]`.
+    Counts are int64 and moments are float32, with the shape (experts,) unless noted otherwise. Sums that only some
+    rules have are attributes, too: `observation.dropped` is `observation.sums["dropped"]`.
     """
 
     tokens: Tensor  # ()
@@ -40,7 +40,7 @@ class Observation(NamedTuple):
         return self.sums[name]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all sums by name, the rule's own as `sums.NAME`."""
+        """Return all sums, keyed by name; the rule's own sums are named `sums.NAME`."""
         core = {name: tensor for name, tensor in self._asdict().items() if name != "sums"}
         return core | {f"sums.{name}": tensor for name, tensor in self.sums.items()}
 
@@ -51,7 +51,7 @@ class Observation(NamedTuple):
 
     @property
     def batch_cutoff(self) -> Tensor:
-        """Mean over pools of the k-th largest score, for rules that form pools; NaN if none was formed."""
+        """The k-th largest score, averaged over pools, for rules that form pools, or NaN if there were none."""
         return self.cutoff_sum / self.pools
 
     @property
@@ -86,7 +86,7 @@ _TAKEN = frozenset(dir(Observation))
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a () bool: False if any tensor contains a NaN or an infinity."""
+    """Return a scalar bool tensor, which is False if any of the tensors contains a NaN or an infinity."""
     return torch.cat([tensor.flatten() for tensor in tensors if tensor.is_floating_point()]).isfinite().all()
 
 
@@ -116,7 +116,7 @@ def _std(total: Tensor, square_total: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Routing(NamedTuple):
-    """A rule's result for one batch of scores, built by keyword.
+    """The result of routing one batch of scores. Its fields should be passed by keyword.
 
     scores: (batch, time, num_scores) float32, as given. gates: (batch, time, experts) float32, the differentiable
     factors applied to experts' outputs. assignment: the boolean z, shaped like gates. loss: a differentiable scalar to
@@ -141,8 +141,7 @@ def observe(
     target: float | None = None,
     **sums: Tensor,
 ) -> Observation:
-    """Return the observation of an assignment (batch, time, experts) and the experts' part of scores (batch, time,
-    num_scores).
+    """Return the observation of an assignment (batch, time, experts) for scores (batch, time, num_scores).
 
     gates: shaped like the assignment; defaults to σ(scores). target: target tokens per expert; defaults to the mean
     load. sums: the rule's own statistics, each a sum over tokens or batches. Raises ValueError if a name is already an

@@ -1,4 +1,4 @@
-"""Quantile balancing: token choice by experts' prices, which are measured on every batch."""
+"""Quantile balancing: token choice in which every expert has a price, measured on every batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PriceState(NamedTuple):
 
 
 def price(state: PriceState) -> Tensor:
-    """Return the prices β (experts,), subtracted from scores for selection only; 0 before the first update."""
+    """Return the prices β (experts,) to subtract from scores for selection only. They are 0 before the first update."""
     return torch.where(state.weight > 0, state.mean / state.weight, 0.0)
 
 
@@ -39,35 +39,35 @@ BINS = 1000
 
 @dataclass(frozen=True)
 class QuantileBalancing(Valued):
-    """A fixed fanout per token; load is balanced by prices, quantiles of the last batch's scores.
+    """Every token goes to k experts; loads are balanced by prices, which are quantiles of the last batch's scores.
 
-    Each step is one iteration on the dual of the balanced assignment of m tokens to n experts, with k experts per token
-    and m k / n tokens per expert. It needs neither a loss nor a step size. s is the scores r or, with over="gates",
-    σ(r) or softmax(r), whichever the gates use:
+    Each step is one iteration on the dual of a balanced assignment problem: m tokens go to n experts, with k experts
+    per token and m k / n tokens per expert. It needs neither a loss nor a step size. Here s stands for the scores r or,
+    with over="gates", for σ(r) or softmax(r), whichever the gates use:
 
         z[t,i] = 1{i among the k largest of s[t,·] − β},   g[t,i] = σ(r[t,i]), or another gate
         α_t    = the (k+1)-th largest of s[t,·] − β
         β_i    ← the (⌊m k / n⌋ + 1)-th largest of s[·,i] − α, less the mean over experts
 
-    The mean is subtracted because it affects no selection and would drift. Without α, a token's own price, this is
-    expert threshold with the last batch's cutoff (decay 0). Su Jianlin derived the rule (kexue.fm/archives/11619; 11626
-    without a fixed fanout, 11760 per sequence). Kimi K3's technical report uses a histogram (section 2.3.3, appendices
-    C and D).
+    The mean is subtracted because it does not affect the selection and would drift. Without α, the price of a token,
+    this is expert threshold with the cutoff of the last batch (decay 0). Su Jianlin derived the rule
+    (kexue.fm/archives/11619; 11626 without a fixed fanout, 11760 per sequence). Kimi K3's technical report uses a
+    histogram (section 2.3.3, appendices C and D).
     """
 
-    num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: Count = option(1, "Routed experts per token.")
+    num_experts: Count = option(16, "Number of routed experts in a layer.")
+    experts_per_token: Count = option(1, "Number of routed experts per token.")
     over: Over = option("scores", "Values from which prices are subtracted: the scores, or their sigmoid or softmax.")
-    decay: Decay = option(0.0, "Decay of the prices' running mean. 0 uses the last step's prices.")
+    decay: Decay = option(0.0, "Decay of the running mean of the prices. 0 uses the prices of the last step.")
     pool: PricePool = option(
         "global",
-        "Tokens over which quantiles are taken: all ranks' micro-batches, or each one, averaging the prices.",
+        "Tokens over which quantiles are taken: all ranks' micro-batches, or each micro-batch, averaging prices.",
     )
     estimator: PriceEstimator = option(
         "exact",
-        "Estimator of the quantiles: exact selection, or interpolation in a histogram of all values.",
+        "How quantiles are computed: by exact selection, or by interpolation in a histogram of all values.",
     )
-    gate: Gate = option("sigmoid", "Gate of an expert's output, as for token_choice. Prices do not affect it.")
+    gate: Gate = option("sigmoid", "Function that turns scores into gates; see token_choice for the choices.")
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
 
@@ -77,7 +77,7 @@ class QuantileBalancing(Valued):
     def route(
         self, scores: Tensor, state: PriceState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return the routing of scores (batch, time, num_scores) float32; in training, observe this batch's prices."""
+        """Route float32 scores of shape (batch, time, num_scores). Training also measures the prices of the batch."""
         tokens, experts, k = scores[..., 0].numel(), self.num_experts, self.experts_per_token
         values = self.values_of(scores)
         # Experts compete for a token, so every token is a pool. If no (k+1)-th expert exists, a token takes all.
@@ -105,7 +105,7 @@ class QuantileBalancing(Valued):
 
     @torch.no_grad()
     def update(self, state: PriceState, observation: Observation) -> PriceState:
-        """Return the new running mean of prices; a step that formed no pool changes nothing."""
+        """Return the state with the new running mean of prices. A step that formed no pool changes nothing."""
         mean = self.decay * state.mean + (1 - self.decay) * _batch_price(observation)
         weight = self.decay * state.weight + (1 - self.decay)
         seen = observation.pools > 0
@@ -131,7 +131,7 @@ class QuantileBalancing(Valued):
         return (-price(state), self.experts_per_token) if self.over == "scores" else None
 
     def describe(self, state: PriceState) -> dict[str, Tensor]:
-        """Return −β as bias if it applies to scores, else β as price, since a bias has the units of scores."""
+        """Return −β as `bias` if it has the units of scores; otherwise, return β as `price`."""
         return {"bias": -price(state)} if self.over == "scores" else {"price": price(state)}
 
     def measure(self, state: PriceState, observation: Observation) -> dict[str, Tensor]:
@@ -156,16 +156,16 @@ class QuantileBalancing(Valued):
 
 
 def _batch_price(observation: Observation) -> Tensor:
-    """Return the prices averaged over pools, with mean 0 over experts; NaN if no pool was formed."""
+    """Return the prices averaged over pools, with mean 0 over experts, or NaN if no pool was formed."""
     batch = observation.price_sum / observation.pools
     return batch - batch.mean()
 
 
 def kth_of_histogram(values: Tensor, k: int, bins: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return each expert's k-th largest value (experts,), accurate to one bin; values: (tokens, experts).
+    """Return the k-th largest value of each expert, up to the width of a bin. values: (tokens, experts).
 
-    Bins have equal widths between an expert's smallest and largest value over the group's ranks; tokens are assumed to
-    be spread evenly within a bin. k: between 1 and the number of tokens on all ranks; this rank may have none.
+    Bins of equal width divide the range between an expert's smallest and largest value on all ranks of the group.
+    Tokens are assumed to be spread evenly within a bin. k is between 1 and the number of tokens on all ranks.
     """
     ends = values.new_full((2, values.shape[1]), -torch.inf)
     if len(values):

@@ -1,10 +1,10 @@
-"""Exact k-th largest selection on a GPU, by radix selection in Triton; every round reads the scores once.
+"""Exact selection of the k-th largest scores on a GPU by radix selection in Triton. Every round reads the scores once.
 
 A token's key has 64 bits: its score, encoded so that keys sort like scores, then its index, counted down. An expert's
-keys are unique, so the k-th largest key belongs to one token and ties need no special case. A round finds one
-digit of that key: it makes a histogram of this digit over the tokens that share all higher digits, then takes the
-largest digit that leaves enough tokens. Nothing is sorted and the host reads nothing back. Counts are integers, whose
-sum does not depend on the order, so the cut is deterministic.
+keys are unique, so the k-th largest key belongs to one token and ties need no special case. A round finds one digit of
+that key: it counts the values of this digit among the tokens that share all higher digits, then takes the largest value
+that leaves enough tokens. Nothing is sorted, and the host does not wait. Counts are integers, so their sums do not
+depend on the order and the cut is deterministic.
 
 Digits have up to 11 bits. The first holds the sign, the exponent and two bits of the fraction: for normally distributed
 scores at most one token in twenty shares it with the k-th, so later rounds count very few. With 8 bits, more than one
@@ -61,14 +61,14 @@ def select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = 
 
 
 def digits(tokens: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the digits of the score and of the index for pools of `tokens`; each costs one pass over the scores."""
+    """Return the digits of scores and indices for pools of `tokens` tokens. Each digit takes a pass over the scores."""
     return [*SCORE_DIGITS], [(below, bits) for below, bits in INDEX_DIGITS if tokens > 1 << below]
 
 
 def _histogram(scores: Tensor, prefix: Tensor, below: int, bits: int) -> Tensor:
-    """Count the tokens that share the prefix, grouped by their next digit. Returns (copies, ks, pools, experts, digits)
-    int32, to be
-    summed over copies. Before the first digit, all ks share one histogram: (copies, 1, pools, experts, digits).
+    """Count the tokens that share the prefix, grouped by their next digit. Returns int32 counts
+    (copies, ks, pools, experts, digits), which must be summed over copies. Before the first digit, all ks share one
+    histogram, and the second size is 1.
     """
     pools, tokens, experts = scores.shape
     ks = 1 if (below, bits) == SCORE_DIGITS[0] else len(prefix)

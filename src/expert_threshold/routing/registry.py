@@ -1,4 +1,4 @@
-"""The registry of rules by name, and their JSON form. Other distributions add rules with `register_rule` or the
+"""The registry of named rules and their JSON form. Other distributions add rules with `register_rule` or the
 entry-point group `expert_threshold.rules`.
 """
 
@@ -23,11 +23,11 @@ from .top_p import TopP
 
 GROUP = "expert_threshold.rules"
 DENSE = "dense"
-"""Names the absence of a rule: a model without routed experts."""
+"""The name that stands for no rule, in a model without routed experts."""
 
 
 class _Registry(Mapping[str, type[Rule]]):
-    """Rules by name. Rules of other installed distributions are loaded on first access."""
+    """A mapping from names to rules. Rules of other installed distributions are loaded on first access."""
 
     def __init__(self, own: Mapping[str, type[Rule]]) -> None:
         self._rules = dict(own)
@@ -128,7 +128,7 @@ def option_names(name: str) -> tuple[str, ...]:
 
 
 def require_option(name: str, option: str) -> None:
-    """Raise ValueError if the rule is unknown, or lacks the option; the message then names the rules that have it."""
+    """Raise ValueError if the rule is unknown or lacks the option. The message names the rules that have the option."""
     known = option_names(name)
     if option not in known:
         having = [other for other in RULES if option in option_names(other)]

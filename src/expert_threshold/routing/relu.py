@@ -20,14 +20,14 @@ L1_RATE = 0.2
 
 
 class ReLUState(NamedTuple):
-    """The logarithm of λ: updates are multiplicative, so λ stays above 0."""
+    """The logarithm of λ. Updates multiply λ, so it stays above 0."""
 
     log_lambda: Tensor  # () float32
 
 
 @dataclass(frozen=True)
 class ReLU(Rule):
-    """A token goes to every expert with a positive score, its gate; an L1 loss steers the mean fanout (ReMoE).
+    """Positive scores select the experts of a token and are their gates; an L1 loss steers the mean fanout (ReMoE).
 
     With E experts, T tokens in a micro-batch and a target of K experts (arXiv:2412.14711; thu-ml/ReMoE, ReLURouter):
 
@@ -39,8 +39,8 @@ class ReLU(Rule):
     does not change when the fanout is exactly on target.
     """
 
-    num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: float = option(1.0, "Target mean number of routed experts per token.")
+    num_experts: Count = option(16, "Number of routed experts in a layer.")
+    experts_per_token: float = option(1.0, "Target for the mean number of routed experts per token.")
     l1_start: Positive = option(1e-8, "Initial value of λ, the strength of the L1 loss.")
 
     def init(self) -> ReLUState:
@@ -49,7 +49,7 @@ class ReLU(Rule):
     def route(
         self, scores: Tensor, state: ReLUState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return the routing of scores (batch, time, experts) float32."""
+        """Route float32 scores of shape (batch, time, experts)."""
         tokens = scores[..., 0].numel()
         target = tokens * self.experts_per_token / self.num_experts
         gates, assignment = scores.relu(), scores > 0
@@ -77,7 +77,7 @@ class ReLU(Rule):
         return "batch"
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the tokens over which load is measured."""
+        """Return the number of tokens over which load is measured."""
         return Window(batch, None)
 
     def thresholds(self, state: ReLUState) -> Tensor:
@@ -88,7 +88,7 @@ class ReLU(Rule):
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return an initial λ that can grow to 0.001 within a tenth of the run, at least the published value."""
+        """Return an initial λ that can grow to 0.001 within a tenth of a run, but no less than the published value."""
         return {"l1_start": max(cls.l1_start, float(f"{0.001 * (1 + L1_RATE) ** (-steps / 10):.3g}"))}
 
     @classmethod

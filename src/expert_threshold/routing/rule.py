@@ -1,4 +1,4 @@
-"""The contract of every rule: three required pure methods, and optional ones with safe defaults."""
+"""The interface of routing rules: three required methods, all pure, and optional methods with safe defaults."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Scope = Literal["token", "sequence", "batch", "global"]
 
 
 class Window(NamedTuple):
-    """The numbers of tokens that a rule looks at while training."""
+    """The numbers of tokens that a rule looks at during training."""
 
-    pool: int | None  # tokens that compete for an expert, or over which load is measured; None if each is independent
+    pool: int | None  # tokens that compete for an expert, or over which load is measured; None if they are independent
     remembered: int | None  # tokens covered by the running mean that decides, N / (1 − β); None without a running mean
 
 
 class Rule(ABC):
-    """Turns scores into an assignment and gates: a frozen dataclass with the methods `init`, `route` and `update`.
+    """Base class of routing rules: frozen dataclasses whose method `route` turns scores into an assignment and gates.
 
-    A subclass has the fields num_experts and experts_per_token, the target mean fanout. Its fields become command-line
-    options, with the text of `option(default, text)` as help, and keys of config.json. All methods are pure. With
-    training=False a rule is causal: a token's routing depends on nothing after it.
+    A subclass defines the fields num_experts and experts_per_token, the target mean fanout. All of its fields become
+    keys of config.json and command-line options, whose help is the text given to `option`. All methods are pure. With
+    training=False, a rule is causal: the routing of a token does not depend on later tokens.
 
     The other methods describe the rule to the rest of the package. Their defaults are safe for every rule: the caller
     falls back to a slower, general path or omits the feature.
@@ -39,7 +39,7 @@ class Rule(ABC):
     experts_per_token: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError if an option's value violates its type; a rule with more checks calls this first."""
+        """Raise ValueError if an option does not match its type. Subclasses with more checks call this method first."""
         kinds = kinds_of(type(self))
         for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
             value = getattr(self, field.name)
@@ -61,10 +61,10 @@ class Rule(ABC):
 
     @abstractmethod
     def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
-        """Return the routing of scores (batch, time, num_scores) float32, with its observation.
+        """Route float32 scores of shape (batch, time, num_scores) and observe the result.
 
-        group: the ranks over which a global pool is formed, or a global load counted. Raises ValueError for a batch
-        that cannot be routed in training, such as one whose size is not a multiple of the pool size.
+        group: the ranks that share a global pool or a global load. Raises ValueError if a training batch cannot be
+        routed, for example because its size is not a multiple of the pool size.
         """
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Rule(ABC):
 
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:
-        """Return rules to test, by name: one for every way in which options change the rule's behaviour."""
+        """Return named instances for tests, one for every way in which options change the rule's behaviour."""
         return {"defaults": cls()}
 
     @classmethod
@@ -83,16 +83,16 @@ class Rule(ABC):
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return defaults for a run of `steps` optimizer steps. options: what the user set, which takes precedence."""
+        """Return defaults for a run of `steps` optimizer steps. `options` are set by the user and take precedence."""
         return {}
 
     @property
     def label(self) -> str:
-        """The name in tables and figures."""
+        """The name of the rule in tables and figures."""
         return type(self).__name__
 
     def label_of(self, pool: int | None) -> str:
-        """Return the name in tables and figures for a pool of `pool` tokens; None if the rule has no pools."""
+        """Return the name in tables and figures if pools have `pool` tokens; pass None for a rule without pools."""
         return self.label
 
     @property
@@ -102,42 +102,42 @@ class Rule(ABC):
 
     @property
     def sigmoid_gates(self) -> bool:
-        """True guarantees that gates are exactly σ(scores), so that kernels may compute them."""
+        """Whether gates are guaranteed to be exactly σ(scores), so that kernels may compute them."""
         return False
 
     @property
     def softmax_gates(self) -> bool:
-        """True guarantees that gates are exactly the experts' columns of softmax(scores) over all num_scores."""
+        """Whether gates are guaranteed to be exactly the experts' columns of softmax(scores) over all num_scores."""
         return False
 
     def scope(self, training: bool) -> Scope:
-        """Return whose scores decide where a token goes: the token's own, its sequence's, this rank's micro-batch's or
-        all ranks'. In inference, the scope is "token", or "sequence" up to and including this token.
+        """Return the tokens whose scores decide where a token goes: the token itself, its sequence, this rank's
+        micro-batch or the micro-batches of all ranks. At inference, a "sequence" only extends to the token itself.
         """
         return "batch" if training else "sequence"
 
     @property
     def warmup(self) -> int:
-        """The number of warmup steps, in which training routes differently than afterwards."""
+        """The number of warmup steps, during which training routes tokens differently than afterwards."""
         return 0
 
     @property
     def looks_ahead(self) -> bool:
-        """True if training selects by other tokens' scores until the end of a run, so that training and inference
-        losses differ.
+        """Whether routing in training depends on other tokens' scores until the end of a run, so that training and
+        inference losses differ.
         """
         return self.scope(training=True) != "token"
 
     def pool_scope(self) -> Scope | None:
         """Return the scope of training statistics that are not sums over tokens, such as the k-th largest score or the
-        loads in a loss; None if there are none.
+        loads in a loss, or None if there are no such statistics.
         """
         return None
 
     def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
-        """Return a bound on the token-expert pairs of one rank's tokens; None if they must be counted.
+        """Return an upper bound on the token-expert pairs of one rank, or None if they must be counted.
 
-        ranks: the size of the group over which a global pool is formed.
+        ranks: the number of ranks that share a global pool.
         """
         return None
 
@@ -147,31 +147,31 @@ class Rule(ABC):
         return True
 
     def load_bounds(self, tokens: int) -> tuple[int, int] | None:
-        """Return the minimum and maximum load of an expert for a pool of `tokens`, in training after any warmup; None
-        if loads are unbounded.
+        """Return the minimum and maximum load of an expert in a pool of `tokens` tokens, in training after any warmup,
+        or None if loads are unbounded.
         """
         return None
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return how many tokens the rule looks at in training. sequence, batch, step: tokens in a sequence, a
-        micro-batch and an optimizer step.
+        """Return how many tokens the rule looks at during training. The arguments are the numbers of tokens in a
+        sequence, a micro-batch and an optimizer step.
         """
         return Window(None, None)
 
     def thresholds(self, state: Any) -> Tensor | None:
-        """Return thresholds (num_experts,) if inference assigns exactly where an expert's score exceeds its threshold;
-        None otherwise.
+        """Return the thresholds (num_experts,) if inference assigns a token to an expert exactly when the score exceeds
+        the expert's threshold; otherwise, return None.
         """
         return None
 
     def biased_top_k(self, state: Any) -> tuple[Tensor, int] | None:
-        """Return bias (num_experts,) and k if inference takes exactly the k largest of scores + bias, ties to the lower
-        expert; None otherwise.
+        """Return a bias (num_experts,) and k if inference takes exactly the k largest of scores + bias, with ties going
+        to the lower expert; otherwise, return None.
         """
         return None
 
     def at_rate(self, state: Any, rate: float) -> Any:
-        """Return a state with which inference has a mean fanout of `rate`.
+        """Return a state for which the mean fanout at inference is `rate`.
 
         Raises ValueError if the rate is not between 0 and num_experts, or if the rule cannot change its rate.
         """
@@ -181,43 +181,43 @@ class Rule(ABC):
         )
 
     def calibration_rule(self, experts_per_token: float) -> Rule:
-        """Return the rule that measures cutoffs in calibration: expert choice over each micro-batch, with this rule's
-        gates and state.
+        """Return the rule that measures cutoffs during calibration: expert choice over each micro-batch, with the gates
+        and the state of this rule.
 
         Raises ValueError if the rule has no thresholds.
         """
         raise ValueError(
-            f"{self.label} has no method calibration_rule to measure cutoffs with; name a run whose rule has one, "
-            "such as expert_threshold or expert_choice"
+            f"{self.label} does not define calibration_rule, which measures cutoffs; choose a run whose rule defines "
+            "it, such as expert_threshold or expert_choice"
         )
 
     def calibrated(self, state: Any, observation: Observation) -> Any:
-        """Return the state whose thresholds are `observation`'s mean batch cutoffs, measured by `calibration_rule`.
+        """Return a state whose thresholds are the mean batch cutoffs that `calibration_rule` measured.
 
         Raises ValueError if the rule has no thresholds.
         """
         raise ValueError(
-            f"{self.label} has no cutoffs to calibrate; name a run whose rule has thresholds, such as expert_threshold "
-            "or expert_choice"
+            f"{self.label} has no cutoffs to calibrate; choose a run whose rule has thresholds, such as "
+            "expert_threshold or expert_choice"
         )
 
     def can_start_from(self, other: Rule) -> bool:
-        """Return True if a new run may start from the other rule's state: same kind of state, same units."""
+        """Return True if a new run can start from the other rule's state, which must have the same type and units."""
         return type(self.init()) is type(other.init())
 
     def begin_run(self, state: Any, experts_per_token: float) -> Any:
-        """Return a new run's initial state from `state`, whose rule had `experts_per_token` and is one that this rule
-        `can_start_from`. Learned values are kept; step counts are reset.
+        """Return the initial state of a new run that starts from `state`, whose own rule had `experts_per_token`.
+        Learned values are kept; step counts are reset.
         """
         return state
 
     def describe(self, state: Any) -> dict[str, Tensor]:
-        """Return the tensors of the state that metrics and figures show, by name: cutoffs, biases, λ, p."""
+        """Return named tensors of the state that metrics and figures show, such as cutoffs, biases, λ and p."""
         return {}
 
     def measure(self, state: Any, observation: Observation) -> dict[str, Tensor]:
-        """Return one optimizer step's metrics beyond its loads, by name, each () or (experts,).
+        """Return named metrics of an optimizer step other than its loads, each of shape () or (experts,).
 
-        state: the state that routed the step.
+        state: the state with which the step was routed.
         """
         return {}

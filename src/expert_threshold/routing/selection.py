@@ -20,13 +20,13 @@ from torch import Tensor
 
 
 class Cut(NamedTuple):
-    """Positions in the order of tokens, (…, experts)."""
+    """Positions in each expert's order of tokens, with the shape (…, experts)."""
 
     score: Tensor  # float32
     last: Tensor  # int64, index of the last token taken among those with exactly this score; -1 takes none of them
 
     def where(self, condition: Tensor, other: Cut) -> Cut:
-        """Return this cut where the condition holds, else the other."""
+        """Return this cut where the condition holds, and the other cut elsewhere."""
         return Cut(self.score.where(condition, other.score), self.last.where(condition, other.last))
 
 
@@ -40,7 +40,7 @@ def take(scores: Tensor, cut: Cut) -> Tensor:
 def clamp(cutoff: Tensor, at_least: Cut, at_most: Cut) -> Cut:
     """Return the cut that takes n = clamp(#{score > cutoff}, k_min, k_max) tokens.
 
-    cutoff: (experts,); at_least, at_most: the cuts that take the k_min and k_max largest, (pools, experts).
+    cutoff: (experts,); at_least, at_most: the cuts (pools, experts) that take the k_min and the k_max largest scores.
     """
     too_many, too_few = at_most.score > cutoff, at_least.score <= cutoff
     unclamped = Cut(cutoff, torch.full_like(at_most.last, -1))
@@ -48,11 +48,11 @@ def clamp(cutoff: Tensor, at_least: Cut, at_most: Cut) -> Cut:
 
 
 def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = None) -> list[Cut]:
-    """Return the cuts that take exactly k tokens, one for every k in `ks`; ties go to the lower (rank, index).
+    """Return a cut for every k in `ks` that takes exactly k tokens; ties go to the lower rank, then the lower index.
 
     scores: (pools, tokens, experts) float32 without NaN; without a group, float64 also works, but slowly. Every k is
-    between 0 and the pool's tokens. With a `group` there is one pool, spread over the group's ranks, evenly or not. The
-    cuts are (pools, experts); their indices are local to the rank.
+    between 0 and the number of tokens in a pool. With a `group`, there is one pool, spread evenly or unevenly over the
+    group's ranks. The cuts have the shape (pools, experts), and their indices are local to the rank.
     """
     known = (torch.float32, torch.float64) if group is None else (torch.float32,)
     assert scores.dtype in known, f"scores must be float32, not {scores.dtype}"
@@ -87,7 +87,7 @@ SORTED_AT_ONCE = 4096  # torch sorts this many in one GPU block, which is cheape
 
 
 def runs_on_kernels(scores: Tensor) -> bool:
-    """Return True if Triton is available and pools (pools, tokens, experts) are large enough for radix selection."""
+    """Return True if Triton is available and the pools of scores (pools, tokens, experts) are large enough for it."""
     return _has_kernels(scores) and scores.shape[1] > SORTED_AT_ONCE
 
 
@@ -123,8 +123,8 @@ WAYS: list[Callable[[np.ndarray, int], np.ndarray]] = [_by_partition, _by_topk]
 
 @cache
 def _quickest(rows: int, tokens: int, k: int) -> Callable[[np.ndarray, int], np.ndarray]:
-    """Return the fastest way for this shape, by measurement: numpy's speed differs sixfold between processors, since it
-    has vector code only for some.
+    """Return the way that is fastest for this shape, as measured on this machine. The speed of numpy differs sixfold
+    between processors, since it has vector code for only some of them.
     """
     numbers = np.random.default_rng(0).standard_normal((rows, tokens), np.float32)
 
@@ -140,7 +140,7 @@ CACHED = 2**17  # scores in one block, few enough to stay in a core's cache
 
 
 def _kth_largest_in_linear_time(scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Select on the CPU in linear time; returns the same as `_kth_largest_by_sorting`."""
+    """Return the same result as `_kth_largest_by_sorting`, in linear time, on the CPU."""
     columns = _columns(scores.numpy())
     tokens = columns.shape[1]
     score = np.full((len(ks), len(columns)), np.inf, np.float32)
@@ -163,7 +163,7 @@ def _kth_largest_in_linear_time(scores: Tensor, ks: Sequence[int]) -> tuple[Tens
 
 
 def _columns(scores: np.ndarray) -> np.ndarray:
-    """Return (pools, tokens, experts) as contiguous (pools · experts, tokens), copied in blocks that fit the cache."""
+    """Copy scores (pools, tokens, experts) to contiguous (pools · experts, tokens), in blocks that fit the cache."""
     pools, tokens, experts = scores.shape
     columns = np.empty((pools, experts, tokens), np.float32)
     for start in range(0, tokens, 4096):
@@ -172,7 +172,7 @@ def _columns(scores: np.ndarray) -> np.ndarray:
 
 
 def _kth_largest_over_ranks(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Select in one pool over all ranks; scores: (1, tokens of this rank, experts)."""
+    """Select from one pool that spans all ranks. scores: (1, tokens of this rank, experts)."""
     if _has_kernels(scores):
         from . import radix
 
@@ -185,7 +185,7 @@ DIGITS = (11, 11, 10)  # bits of a float32 key per round, most significant first
 
 
 def _radix_select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Select in one pool over all ranks; scores: (tokens, experts) of this rank. Only histograms are communicated."""
+    """Select from one pool that spans all ranks, exchanging only histograms. scores: (tokens of this rank, experts)."""
     keys = _ordered_keys(scores)
     experts = keys.shape[1]
     k = torch.tensor(ks, device=keys.device)[:, None]
@@ -217,7 +217,7 @@ def ties_on_lower_ranks(ties: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _last_tie(ties: Tensor, count: Tensor) -> Tensor:
-    """Return the index of the `count`-th True in ties (…, tokens, experts); -1 if count < 1, the last if fewer."""
+    """Return the index of the `count`-th True in ties (…, tokens, experts): -1 if count < 1, the last if too few."""
     return (ties.cumsum(-2) < count[..., None, :]).sum(-2).clamp(max=ties.shape[-2] - 1).where(count > 0, -1)
 
 

@@ -34,16 +34,17 @@ class SeqTopK(Gated):
         training    z[t,i] = 1{(t, i) among the ⌊T k⌋ best pairs of the sequence}
         inference   z[t,i] = 1{(t, i) among the ⌊t k⌋ best pairs of the tokens 1 … t}
 
-    Inference routes each token once, by the pairs so far, so decoding keeps a sequence's scores. s is softmax(r) if
-    the gates are softmax, otherwise r. Only a token's max_per_token best pairs compete. Nothing balances the load.
+    Inference routes each token once, by the pairs up to it, so decoding keeps the scores of a sequence. s is softmax(r)
+    if the gates are softmax, otherwise r. Only a token's max_per_token best pairs compete. Nothing balances the load.
     """
 
-    num_experts: Count = option(16, "Routed experts in a layer.")
+    num_experts: Count = option(16, "Number of routed experts in a layer.")
     experts_per_token: float = option(1, "Mean number of routed experts per token in a sequence.")
-    max_per_token: Count | None = option(None, "Maximum number of experts per token. Defaults to all.")
+    max_per_token: Count | None = option(None, "Maximum number of experts per token. Defaults to no limit.")
     gate: Gate = option(
         "sigmoid",
-        "Gate of an expert's output, as for token_choice. With softmax, pairs are also compared by their shares.",
+        "Function that turns scores into gates; see token_choice for the choices. With softmax, pairs are also "
+        "compared by their gates.",
     )
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
@@ -63,7 +64,7 @@ class SeqTopK(Gated):
     def route(
         self, scores: Tensor, state: Stateless, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return the routing of scores (batch, time, num_scores) float32; each row is a sequence from its start."""
+        """Route float32 scores of shape (batch, time, num_scores), in which each row is a sequence from its start."""
         values = self._values(scores.detach())
         batch, time, experts = values.shape
         pairs, budget = values.flatten(1)[..., None], self._budget(time)
@@ -84,7 +85,7 @@ class SeqTopK(Gated):
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
     def _values(self, scores: Tensor) -> Tensor:
-        """Return s (batch, time, experts), by which pairs are ordered; −∞ beyond a token's max_per_token best."""
+        """Return s (batch, time, experts), which orders the pairs; −∞ excludes all but a token's max_per_token best."""
         values = self.without_nulls(weights_of(self.gate, scores) if self.gate == "softmax" else scores)
         if self.max_per_token is None:
             return values
@@ -93,7 +94,7 @@ class SeqTopK(Gated):
         return values.masked_fill(~take(of_token, lowest).reshape(values.shape), -torch.inf)
 
     def _budget(self, tokens: Number) -> Number:
-        """Return ⌊tokens · experts_per_token⌋, with experts_per_token as written in decimal."""
+        """Return ⌊tokens · experts_per_token⌋, computed from the decimal form of experts_per_token."""
         numerator, denominator = as_ratio(self.experts_per_token)
         return tokens * numerator // denominator
 

@@ -29,46 +29,46 @@ _LABELS = {
 
 
 class BiasState(NamedTuple):
-    """The bias added to scores for selection only; stays 0 unless balance is loss-free."""
+    """The bias that is added to scores for selection only. It stays 0 unless balance is loss-free."""
 
     bias: Tensor  # (experts,) float32
 
 
 @dataclass(frozen=True)
 class TokenChoice(Valued):
-    """A fixed fanout per token; load is balanced by a loss, by biases or not at all.
+    """Every token goes to k experts; loads are balanced by a loss, by biases or not at all.
 
-    b are the biases, and s is the scores r or, with over="gates", σ(r) or softmax(r), whichever the gates use:
+    The biases are b, and s stands for the scores r or, with over="gates", for σ(r) or softmax(r), as the gates use:
 
         z[t,i] = 1{i among the k largest of s[t,·] + b, in the best groups of token t}
 
     Consecutive experts form num_groups groups. A group's value is the sum of its two largest s + b, and a token chooses
-    within its groups_per_token best groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). docs/routing.md lists the
-    options of published models. With a capacity_factor F, training keeps the ⌈F · T · k / E⌉ largest gates of each
-    expert among the T tokens of a micro-batch and drops the rest (GShard; Switch, arXiv:2101.03961, Eq. 3).
+    its experts within its groups_per_token best groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). docs/routing.md
+    lists the options of published models. With a capacity_factor F, training keeps the ⌈F · T · k / E⌉ largest gates of
+    each expert among the T tokens of a micro-batch and drops the rest (GShard; Switch, arXiv:2101.03961, Eq. 3).
     """
 
-    num_experts: Count = option(16, "Routed experts in a layer.")
-    experts_per_token: Count = option(1, "Routed experts per token.")
+    num_experts: Count = option(16, "Number of routed experts in a layer.")
+    experts_per_token: Count = option(1, "Number of routed experts per token.")
     balance: Balance = option(
         "none",
-        "Load balancing. aux and global_aux add an auxiliary loss on the load of this micro-batch or of all ranks; "
-        "loss_free and loss_free_proportional select by score + bias.",
+        "Method of load balancing. aux and global_aux add an auxiliary loss on the load of each micro-batch or of "
+        "all ranks. loss_free and loss_free_proportional add biases to the scores during selection.",
     )
     aux_strength: NonNegative = option(0.001, "Strength α of the auxiliary losses.")
-    bias_rate: NonNegative = option(0.005, "Step u of the loss-free biases.")
+    bias_rate: NonNegative = option(0.005, "Step size u of the biases in loss-free balancing.")
     gate: Gate = option(
         "sigmoid",
-        "Gate of an expert's output. softmax includes all experts and null scores, softmax_chosen only the chosen "
-        "experts; sigmoid_normalised divides sigmoids by their sum over the chosen experts.",
+        "Function that turns scores into gates. softmax is taken over all experts and null scores, softmax_chosen "
+        "over the chosen experts only. sigmoid_normalised divides each sigmoid by the sum over the chosen experts.",
     )
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     over: Over = option(
         "scores",
-        "Values to which biases are added and by which groups are compared. The scores, or their sigmoid or softmax.",
+        "Values to which biases are added and by which groups are compared: the scores, or their sigmoid or softmax.",
     )
-    num_groups: Count = option(1, "Groups of experts, of equal size.")
-    groups_per_token: Count = option(1, "Groups that a token's experts may be in.")
+    num_groups: Count = option(1, "Number of equally sized groups of experts.")
+    groups_per_token: Count = option(1, "Number of groups from which a token chooses its experts.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
     capacity_factor: Positive | None = option(None, "Maximum load in training, as a multiple of the mean load.")
 
@@ -80,8 +80,8 @@ class TokenChoice(Valued):
         least = -(-self.experts_per_token * groups // experts)
         if not least <= of_token <= groups:
             raise ValueError(
-                f"groups_per_token={of_token} must be at least {least}, to offer experts_per_token experts, and at "
-                f"most num_groups={groups}"
+                f"groups_per_token={of_token} must be at least {least}, so that these groups contain "
+                f"experts_per_token experts, and at most num_groups={groups}"
             )
 
     def init(self) -> BiasState:
@@ -90,7 +90,7 @@ class TokenChoice(Valued):
     def route(
         self, scores: Tensor, state: BiasState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return z_t = Top(s_t + b), ties to the lower expert; gates ignore b. scores: (batch, time, num_scores)."""
+        """Route by z_t = Top(s_t + b), with ties to the lower expert. scores: (batch, time, num_scores) float32."""
         tokens, experts = scores[..., 0].numel(), self.num_experts
         values = self.values_of(scores)
         biased = self._in_best_groups((values + state.bias).reshape(tokens, experts))
@@ -113,7 +113,7 @@ class TokenChoice(Valued):
         return chosen & take(rows, last).reshape(chosen.shape)
 
     def _in_best_groups(self, biased: Tensor) -> Tensor:
-        """Return the values (tokens, experts), −∞ for experts outside the token's best groups."""
+        """Return the values (tokens, experts), with −∞ for experts outside the best groups of a token."""
         if self.groups_per_token == self.num_groups:
             return biased
         size = self.num_experts // self.num_groups
@@ -155,7 +155,7 @@ class TokenChoice(Valued):
         return 0, min(-(-tokens * self.experts_per_token * factor // (self.num_experts * unit)), tokens)
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the tokens over which load is measured."""
+        """Return the number of tokens over which load is measured."""
         measured = {"none": None, "aux": batch, "global_aux": batch}
         return Window(measured.get(self.balance, step), None)
 
@@ -220,7 +220,7 @@ def _chosen(observation: Observation) -> Tensor:
 
 
 def _best(values: Tensor, k: int) -> Tensor:
-    """Return the mask of the k largest in each row of values (tokens, n), ties to the lower index."""
-    # Here experts compete for a token, elsewhere tokens for an expert: every token is a pool.
+    """Return a mask of the k largest values in each row of (tokens, n), with ties going to the lower index."""
+    # Here experts compete for a token, whereas elsewhere tokens compete for an expert. So every token is a pool.
     (lowest,) = kth_largest(values[..., None], [k])
     return take(values[..., None], lowest)[..., 0]

@@ -17,7 +17,7 @@ from .rule import Rule, Scope, Window
 
 
 class TopPState(NamedTuple):
-    """The state of the controller; constant without one."""
+    """The state of the controller that steers p. It never changes if p is fixed."""
 
     p: Tensor  # () float32
     error: Tensor  # () float32, the previous step's error
@@ -31,7 +31,7 @@ P_GAIN = 0.1
 
 @dataclass(frozen=True)
 class TopP(Rule):
-    """A token goes to the fewest experts whose softmax shares add up to p; p is fixed or steers the mean fanout.
+    """A token goes to the fewest experts whose softmax shares add up to p; p is fixed or adjusted to a mean fanout.
 
     With s = softmax(r) over a token's E scores r, largest first, ties to the lower expert (arXiv:2403.07652;
     ZhenweiAn/Dynamic_MoE, whose code differs only where a sum is p exactly):
@@ -43,19 +43,19 @@ class TopP(Rule):
 
         p ← clamp(p + u_P (e − previous e) + u_I e, 1/E, 1)
 
-    Both papers' losses and score normalisations are omitted; nothing balances the load.
+    The losses and score normalisations of both papers are omitted, so nothing balances the load.
     """
 
-    num_experts: Count = option(16, "Routed experts in a layer.")
+    num_experts: Count = option(16, "Number of routed experts in a layer.")
     experts_per_token: float = option(
         1.0,
-        "Target mean number of routed experts per token for a steered p. A fixed p ignores it.",
+        "Target for the mean number of routed experts per token. It is only used if p is steered.",
     )
     p: Literal["steered"] | Share = option(
         P_START,
-        "Total softmax share of a token's experts. steered adjusts it so that the mean fanout meets experts_per_token.",
+        "Softmax share that a token's experts add up to. steered adjusts p until the mean fanout is experts_per_token.",
     )
-    p_rate: NonNegative = option(0.02, "Integral gain u_I of the controller that steers p, applied to the error.")
+    p_rate: NonNegative = option(0.02, "Integral gain u_I of the controller that steers p.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +72,7 @@ class TopP(Rule):
     def route(
         self, scores: Tensor, state: TopPState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return the routing of scores (batch, time, experts) float32."""
+        """Route float32 scores of shape (batch, time, experts)."""
         gates = scores.softmax(-1)
         shares, order = gates.detach().sort(dim=-1, descending=True, stable=True)
         before = F.pad(shares.cumsum(-1)[..., :-1], (1, 0))
@@ -104,7 +104,7 @@ class TopP(Rule):
         return self.p == "steered"
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the tokens over which the mean fanout is measured."""
+        """Return the number of tokens over which the mean fanout is measured."""
         return Window(step if self.aims_at_fanout else None, None)
 
     def describe(self, state: TopPState) -> dict[str, Tensor]:

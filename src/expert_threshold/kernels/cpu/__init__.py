@@ -1,8 +1,8 @@
 """C++ kernels for CPUs.
 
-They multiply bfloat16 matrices block by block, where PyTorch's operations would send each intermediate through memory.
-The decoder's kernel runs a whole step, which is hundreds of operations on a few numbers each. Without a compiler or a
-suitable CPU, PyTorch's operations take over.
+The kernels multiply bfloat16 matrices block by block, whereas PyTorch's operations write each intermediate to memory.
+The kernel of the decoder runs a whole step, which consists of hundreds of operations on a few numbers each. Without a
+compiler or a suitable CPU, PyTorch's operations are used.
 """
 
 from .blocks import TILE, available, library, reason

@@ -1,7 +1,7 @@
-"""Operations that `blocks.cpp` computes instead of their plain PyTorch bodies, which are defined elsewhere.
+"""Operations that `blocks.cpp` computes in place of their plain PyTorch bodies, which are defined elsewhere.
 
-`override` chooses between the two, by the table OVERRIDES. Derivatives are defined here too. They save the arguments,
-attention's output and one number per query, and the pre-activations of experts; everything else is recomputed.
+`override` chooses between the two according to the table OVERRIDES. This module also defines derivatives. They save the
+arguments, the output of attention, one number per query and the pre-activations of experts, and recompute the rest.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .. import operator, refuse_second_derivative, switched_off
 from .build import BLOCKS, BLOCKS_FLAGS, LIBRARIES, load, why_not
 from .build import PARTS as SOURCES
 
-TILE = 32  # matrix sizes must be multiples of this, since CPUs multiply in tiles
-FEWEST_ROWS = 64  # with fewer, the call and the packing cost more than they save
+TILE = 32  # sizes of matrices must be multiples of this, since CPUs multiply tiles
+FEWEST_ROWS = 64  # with fewer rows, the call and the packing cost more than they save
 MOST_WEIGHTS = 1 << 23  # in one expert's matrix; each thread has room for two
-MOST_SOFTCAP = 60.0  # exponentials up to e^60 = 10^26 leave room for sums over any vocabulary
+MOST_SOFTCAP = 60.0  # exponentials up to e^60 = 10^26 can be summed over any vocabulary
 MOST_ELEMENTS = 1 << 20  # in a matrix for Muon, in whole tiles; a larger one does not stay in a core's cache
 EXACT, NONE = -1, 0  # rows of pre-activations to allocate: as many as needed, or none; as in experts.cpp
 GROUP = 256  # tokens, as in cross_entropy.cpp
-NUMBERS_PER_CHUNK = 1 << 25  # bound on tokens × vocabulary for the gradient factors in memory at once, in bfloat16
+NUMBERS_PER_CHUNK = 1 << 25  # bound on tokens × vocabulary of gradient factors in memory at the same time, in bfloat16
 PARTS = (None, "rows", "columns", "matrix")  # numbered as in muon.cpp
 
 
@@ -35,15 +35,15 @@ PARTS = (None, "rows", "columns", "matrix")  # numbered as in muon.cpp
 
 @operator()
 def block_products() -> bool:
-    """Return True if this PyTorch multiplies blocks of bfloat16 on this processor."""
+    """Return True if this PyTorch can multiply blocks of bfloat16 on this processor."""
     raise NotImplementedError
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernels, whether or not they are `off`; None if they cannot run, see `reason`.
+    """Return the kernels, even if they are `off`, or None if they cannot run, see `reason`.
 
-    The first call takes five seconds.
+    The first call builds them, which takes five seconds.
     """
     kernels = _built() if _multiplies_bfloat16() else None
     return kernels if kernels is not None and block_products() else None
@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def _built() -> ctypes.CDLL | None:
-    """Return the built kernels, even if this PyTorch lacks the block products they need; None if the build failed."""
+    """Return the built kernels, even if this PyTorch lacks block products, or None if the build failed."""
     return load(BLOCKS, SOURCES, BLOCKS_FLAGS, LIBRARIES)
 
 
@@ -65,7 +65,7 @@ available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def reason() -> str | None:
-    """Return why kernels are not `available`, with a remedy if there is one; None if they are."""
+    """Return why kernels are not `available`, with any remedy, or None if they are available."""
     if available():
         return None
     if (why := switched_off()) is not None:
@@ -89,13 +89,13 @@ class Override(NamedTuple):
 
 
 def override(operation: str, *given: Any) -> Callable[..., Any] | None:
-    """Return the kernel for an operation on the given tensors; None if its plain body must compute it."""
+    """Return the kernel for an operation on the given tensors, or None if the plain body must compute it."""
     takes, kernel = OVERRIDES[operation]
     return kernel if takes(*given) and available() else None
 
 
 def _in_tiles(x: Tensor, *widths: int, fewest: int = FEWEST_ROWS) -> bool:
-    """Return True if rows like x (…, width) can be multiplied in whole tiles and are enough to pay off."""
+    """Return True if rows like x (…, width) consist of whole tiles and there are enough rows to pay off."""
     fits = x.is_cpu and x.dtype == torch.bfloat16 and all(width % TILE == 0 for width in (x.shape[-1], *widths))
     return fits and x.numel() >= fewest * max(x.shape[-1], 1)
 
@@ -106,11 +106,11 @@ def _in_tiles(x: Tensor, *widths: int, fewest: int = FEWEST_ROWS) -> bool:
 def attention(
     projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int | None = None, key_offset: bool = False
 ) -> Tensor:
-    """Return softmax(q kᵀ / √head_dim) v (batch, time, heads, head_dim), causal, with q and k rotated and normed.
+    """Return causal softmax(q kᵀ / √head_dim) v (batch, time, heads, head_dim), where q and k are rotated and normed.
 
-    projected: (batch, time, heads + 2 · kv_heads, head_dim), queries before keys before values; cos, sin: (time,
-    head_dim / 2); all in bfloat16. heads must be a multiple of kv_heads. window: the number of keys before its own that
-    a query attends to; None for all. key_offset: the slow half of each rotated key is the previous token's.
+    projected: (batch, time, heads + 2 · kv_heads, head_dim), queries before keys before values; cos, sin:
+    (time, head_dim / 2); all in bfloat16. heads must be a multiple of kv_heads. window: the number of keys before its
+    own that a query attends to, or None. key_offset: take the slow half of each key from the previous token.
     """
     assert projected.shape[2] % kv_heads == 0, f"{projected.shape[2]} rows cannot share {kv_heads} key-value heads"
     cos, sin = cos.to(projected.dtype), sin.to(projected.dtype)
@@ -122,7 +122,7 @@ def attention(
 def attention_forward(
     projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int, key_offset: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the logarithm of each query's softmax denominator, (batch, heads, time) float32."""
+    """Return y and the logarithms of the softmax denominators, (batch, heads, time) float32."""
     batch, time, rows, head_dim = projected.shape
     heads = rows - 2 * kv_heads
     y = projected.new_empty(batch, time, heads, head_dim)
@@ -147,7 +147,7 @@ def attention_backward(
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, _, ctx.window, ctx.key_offset = inputs
     ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)  # else backward would be given zeros for the normalisers
+    ctx.set_materialize_grads(False)  # otherwise, backward would receive zeros for the normalisers
 
 
 def _back_through_attention(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
@@ -185,7 +185,7 @@ register_autograd("expert_threshold::norm", _back_through_norm, setup_context=_k
 
 
 # A routed sum of relu² experts; a feed-forward is one expert that processes every token. Blocks of rows are gathered,
-# multiplied, squared and multiplied again while they stay in a core's cache.
+# multiplied, squared and multiplied again while they are in a core's cache.
 
 
 def _takes_experts(x: Tensor, hidden: int, activation: str) -> bool:
@@ -197,9 +197,9 @@ def routed_sum(
 ) -> Tensor:
     """Return y_t = shared(x_t) + Σ_e z[t,e] g[t,e] down_e · relu(up_e x_t)² for x (tokens, d_model) bfloat16.
 
-    gates, assignment: (tokens, experts), float32 and bool. weights: up (experts, d_expert, d_model) and down (experts,
-    d_model, d_expert), then up and down of any shared expert, stacked like one expert. rows: a bound on the assigned
-    pairs; None if unknown.
+    gates, assignment: (tokens, experts), float32 and bool. weights: up (experts, d_expert, d_model) and down
+    (experts, d_model, d_expert), then up and down of any shared expert, with a leading size of 1. rows: an upper bound
+    on the number of assigned pairs, or None if unknown.
     """
     return _sum(x, gates, assignment, weights, assignment.numel() if rows is None else rows)
 
@@ -212,7 +212,7 @@ def feed_forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def _sum(x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: Sequence[Tensor], rows: int) -> Tensor:
     cast = [weight.to(x.dtype) for weight in weights]
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gates, *cast))
-    # A compiled graph's shapes may not depend on loads; otherwise, allocate exactly what the pairs need.
+    # The shapes in a compiled graph must not depend on loads. Otherwise, allocate exactly what the pairs need.
     room = (rows if torch.compiler.is_compiling() else EXACT) if wanted else NONE
     return experts_forward(x, gates, assignment, cast, room)[0]
 
@@ -221,10 +221,10 @@ def _sum(x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: Se
 def experts_forward(
     x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: list[Tensor], room: int
 ) -> list[Tensor]:
-    """Return y and, for each term, relu of the pre-activations (rows, d_expert), filled from the first row on.
+    """Return y and, for each term, the relu of the pre-activations (rows, d_expert), filled from the first row on.
 
-    weights: up and down of routed experts, then of a shared expert; without an assignment, only a shared expert's.
-    room: rows for routed pairs, EXACT or NONE; shared experts have one row per token.
+    weights: up and down of routed experts, if there is an assignment, then those of any shared expert. room: the number
+    of rows for routed pairs, EXACT or NONE; shared experts have one row per token.
     """
     rows = [len(x)] * (len(weights) // 2) if room != NONE else [0] * (len(weights) // 2)
     if assignment is not None:
@@ -241,14 +241,14 @@ def experts_backward(
     weights: list[Tensor],
     kept: list[Tensor],
 ) -> list[Tensor]:
-    """Return the gradients of x, of gates if there are any, and of weights."""
+    """Return the gradients of x, of any gates, and of the weights."""
     return [t.new_empty(t.shape) for t in (x, gates, *weights) if t is not None]
 
 
 def _keep_experts(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, gates, assignment, weights, _ = inputs
     ctx.save_for_backward(x, gates, assignment, *weights, *output[1:])
-    ctx.set_materialize_grads(False)  # else backward would allocate zeros as large as all pre-activations
+    ctx.set_materialize_grads(False)  # otherwise, backward would allocate zeros as large as all pre-activations
 
 
 def _back_through_experts(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
@@ -263,7 +263,7 @@ def _back_through_experts(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 register_autograd("expert_threshold::experts_forward", _back_through_experts, setup_context=_keep_experts)
 
 
-# The head's loss.
+# The loss of the head.
 
 
 def _takes_head(x: Tensor, weight: Tensor, softcap: float | None) -> bool:
@@ -279,10 +279,10 @@ def _takes_head(x: Tensor, weight: Tensor, softcap: float | None) -> bool:
 def cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, softcap: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses (tokens,) float32, 0 where the target is -1, and the gradients of their sum in x and weight, up to
-    factors of 2 softcap and 4; gradients are empty without `with_gradient`.
+    """Return losses (tokens,) float32, which are 0 where the target is -1, and the gradients of their sum in x and
+    weight, up to factors of 2 softcap and 4. Unless `with_gradient`, gradients are empty.
 
-    x: (tokens, d_model) bfloat16; weight: (vocab, d_model), whose dtype its gradient shares; targets: (tokens,).
+    x: (tokens, d_model) bfloat16; weight: (vocab, d_model), of the same dtype as its gradient; targets: (tokens,).
     Raises IndexError if a target is not in the vocabulary.
     """
     chunk = max(NUMBERS_PER_CHUNK // len(weight) // GROUP, 1) * GROUP
@@ -297,11 +297,11 @@ def cross_entropy(
 def capped_cross_entropy(
     x: Tensor, scaled: Tensor, targets: Tensor, softcap: float, chunk: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses and gradients as above, from the weight times 2 / softcap, for `chunk` tokens at a time."""
+    """Return the same losses and gradients, given the weight times 2 / softcap, for `chunk` tokens at a time."""
     raise NotImplementedError
 
 
-# Muon: each matrix is orthogonalized and updated while it is in a core's cache.
+# Muon, which orthogonalizes and updates each matrix while it is in a core's cache.
 
 
 def _takes_muon(weight: Tensor, state: Sequence[Tensor], dtype: torch.dtype) -> bool:
@@ -329,10 +329,10 @@ def muon_step(
     cautious: bool,
     rate: float,
 ) -> None:
-    """Update stacks (matrices, rows, columns) float32 of one shape, in the order of `optim.muon`'s functions.
+    """Update float32 stacks (matrices, rows, columns) of the same shape, with the functions of `optim.muon` in order.
 
-    second_moments: for NorMuon, else empty. equilibrate, renormalize: indices in PARTS. polynomials: a, b and c of
-    each iteration; the first starts from a matrix divided by safety · norm. eps: the smallest norm to divide by.
+    second_moments: empty without NorMuon. equilibrate, renormalize: indices in PARTS. polynomials: a, b and c of each
+    iteration, the first of which starts from a matrix divided by safety · norm. eps: the smallest norm to divide by.
     weight_decay: the share of a weight that a step removes. rate: the learning rate times the factor for the shape.
     """
 

@@ -1,4 +1,4 @@
-"""Builds C++ libraries with the machine's compiler on first use and caches them among torch's extensions."""
+"""Builds C++ libraries with the compiler of this machine on first use and caches them among torch's extensions."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ HEADERS = ["-isystem", str(TORCH / "include")]
 BLOCKS_FLAGS = [*FLAGS, *HEADERS, "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
 DECODER_FLAGS = [*FLAGS, *HEADERS, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 LIBRARIES = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
-# Warnings are errors in tests only: a compiler with a new warning must not cost users the kernels. GCC 12 reports
-# uninitialized reads in its own AVX-512 headers.
+# Warnings are errors in tests only, since a new warning in a compiler must not disable the kernels for users. GCC 12
+# reports uninitialized reads in its own AVX-512 headers.
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-SECONDS = 120  # the compiler's time limit
-_failures: dict[Path, str] = {}  # of failed builds in this process, by source
+SECONDS = 120  # time limit of the compiler
+_failures: dict[Path, str] = {}  # reasons of failed builds in this process, keyed by source
 
 
 def missing() -> str | None:
-    """Return what this machine lacks to build kernels, with the remedy; None if it lacks nothing."""
+    """Return what this machine lacks to build kernels, and a remedy, or None if it lacks nothing."""
     if sys.platform != "linux":
         return "they are built only on Linux"
     program = compiler()[0]
@@ -43,13 +43,13 @@ def missing() -> str | None:
 
 
 def compiler() -> list[str]:
-    """Return CXX, or g++ if CXX is clang, whose OpenMP runtime would add its threads to PyTorch's."""
+    """Return CXX, or g++ if CXX is clang, whose OpenMP runtime would add threads to those of PyTorch."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     return chosen if chosen and not any("clang" in word for word in chosen) else ["g++"]
 
 
 def load(source: Path, includes: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | None:
-    """Return the library built from a source and its includes, building it if it is not cached.
+    """Return the library for a source and its includes, and build it if it is not cached.
 
     Returns None if kernels are forbidden, something is missing, or the build fails; a failure is reported in one line.
     """
@@ -76,13 +76,13 @@ def load(source: Path, includes: list[Path], flags: list[str], libraries: list[s
 
 
 def why_not(source: Path) -> str | None:
-    """Return why `load` returned None for a source, with a remedy if there is one; None if it did not."""
+    """Return why `load` returned None for a source, with any remedy, or None if it did not."""
     failure = _failures.get(source)
     return forbidden() or missing() or (None if failure is None else f"they cannot be built: {failure}")
 
 
 def _build(source: Path, includes: list[Path], flags: list[str], libraries: list[str]) -> Path:
-    """Return the path of the library. Raises OSError, RuntimeError or SubprocessError if the build fails."""
+    """Build the library and return its path. Raises OSError, RuntimeError or SubprocessError if the build fails."""
     machine = sorted(torch.cpu.get_capabilities().items())
     contents = [file.read_text(encoding="utf-8") for file in (source, *includes)]
     text = "\0".join([*compiler(), *flags, *libraries, torch.__version__, str(machine), *contents])
@@ -108,7 +108,7 @@ def _build(source: Path, includes: list[Path], flags: list[str], libraries: list
 
 
 def _require_ours(path: Path) -> None:
-    """Raise OSError if others own or can write to a file or folder, since loading it would run their code."""
+    """Raise OSError if other users own a file or folder or can write to it, since loading it would run their code."""
     status = path.stat()
     if status.st_uid not in (0, os.getuid()):
         raise OSError(f"{path} belongs to another user; set TORCH_EXTENSIONS_DIR to a folder of your own")

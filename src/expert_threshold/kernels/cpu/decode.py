@@ -1,4 +1,4 @@
-"""Operators of `decode.cpp`: a whole model's step for a few tokens, and sampling."""
+"""Operators of `decode.cpp`, which run a whole model for a few tokens and sample from its output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .build import DECODER, DECODER_FLAGS, LIBRARIES, OPERATORS, load
 
 @functools.cache
 def decoder() -> ctypes.CDLL | None:
-    """Return the decoder's kernels, or None if they cannot be built. Any CPU can run this separate library."""
+    """Return the kernels of the decoder, or None if they cannot be built. Any CPU can run this separate library."""
     return load(DECODER, [OPERATORS], DECODER_FLAGS, LIBRARIES)
 
 
@@ -33,7 +33,7 @@ def decoder_create(
     eps: float,
     softcap: float,
 ) -> int:
-    """Return a new decoder without layers, which the caller must destroy.
+    """Create a decoder without layers, which the caller must destroy.
 
     embed: (vocab, d_model), cos, sin: (capacity, head_dim / 2), float32; cache: (layers, rows, capacity + 1, 2,
     kv_heads, head_dim) and, for smear_gate (1, channels), last: (rows, d_model), in the dtype of head and all other
@@ -66,12 +66,12 @@ def decoder_add_layer(
     softmax_gates: bool,
     divide_by_fanout: bool,
 ) -> None:
-    """Append a layer to a decoder; it maps residual · x + skip · the first layer's input.
+    """Append a layer to a decoder. The input of the layer is residual · x + skip · the input of the first layer.
 
-    values: value embeddings (vocab, kv_heads · head_dim), float32, with values_gate (kv_heads, channels). window: how
-    many earlier tokens a token attends to. dense, experts: up, down and, for swiglu, gate; empty if absent.
-    router: (num_scores, d_model), float32. cutoffs: (rows, experts), float32, may change later; without them, a token
-    chooses the `chosen` highest of score + bias (experts,). softmax_gates: gates are the softmax of all scores, else σ.
+    values: value embeddings (vocab, kv_heads · head_dim), float32, with values_gate (kv_heads, channels). window: the
+    number of earlier tokens that a token attends to. dense, experts: up, down and, for swiglu, gate, or empty. router:
+    (num_scores, d_model), float32. cutoffs: (rows, experts), float32, may change later; without them, a token chooses
+    the `chosen` highest of score + bias (experts,). softmax_gates: gates are the softmax of all scores, not σ.
     """
 
 
@@ -79,7 +79,7 @@ def decoder_add_layer(
 def decoder_append(
     decoder: int, tokens: list[int], rows: list[int], places: list[int], first: int, threads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Append each token at its position in a row of the cache; logits are computed for tokens[first:].
+    """Append each token at its position in a row of the cache, and compute logits for tokens[first:].
 
     Returns logits (tokens - first, vocab); each row's argmax, maximum and log Σ exp, float64 (tokens - first, 3); the
     scores (MoE layers, tokens, num_scores) and assignment (MoE layers, tokens, experts) of all tokens; and the number
@@ -90,5 +90,5 @@ def decoder_append(
 
 @operator()
 def decoder_sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int:
-    """Return a token drawn from logits (vocab,) float32 as `Sampler` does, or -1 if a logit is NaN."""
+    """Draw a token from logits (vocab,) float32 like `Sampler`. Returns -1 if a logit is NaN."""
     raise NotImplementedError

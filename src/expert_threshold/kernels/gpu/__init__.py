@@ -1,4 +1,4 @@
-"""Triton kernels for NVIDIA GPUs, behind torch.library operators; imported when first called."""
+"""Triton kernels for NVIDIA GPUs, behind torch.library operators, which are imported when they are first called."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @cache
 def has_triton() -> bool:
-    """Return True if Triton is installed; torch's builds for NVIDIA GPUs include it."""
+    """Return True if Triton is installed. PyTorch's builds for NVIDIA GPUs include it."""
     return find_spec("triton") is not None
 
 

@@ -1,4 +1,4 @@
-"""Losses of a softcapped head from its logits, which their gradient overwrites: two reads and one write."""
+"""Computes the losses of a softcapped head from logits, in two reads and one write. Gradients overwrite the logits."""
 
 import torch
 import triton
@@ -29,7 +29,7 @@ def softmax_slopes_of_row(
         score = tl.load(first + start + word, mask=inside, other=0).to(tl.float32)
         if capped:
             score = 2 * softcap * tl.sigmoid(score)
-        # Exponentials are relative to the largest score so far, so that none overflows.
+        # Exponentials are relative to the largest score so far, so that they do not overflow.
         higher = tl.maximum(top, tl.max(tl.where(inside, score, -float("inf"))))
         total = total * tl.exp(top - higher) + tl.sum(tl.where(inside, tl.exp(score - higher), 0.0))
         at_target += tl.sum(tl.where(start + word == target, score, 0.0))
@@ -51,7 +51,7 @@ def softmax_slopes_of_row(
 def softmax_slopes(
     logits: Tensor, wanted: Tensor, losses: Tensor, softcap: float | None, with_gradient: bool, tile: int = TILE
 ) -> None:
-    """Write the losses (rows,) of logits (rows, vocab); if `with_gradient`, replace the logits by the slopes."""
+    """Write the losses (rows,) for logits (rows, vocab). If `with_gradient`, replace the logits by the slopes."""
     if not logits.numel():
         return
     with torch.cuda.device_of(logits):

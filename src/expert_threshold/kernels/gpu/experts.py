@@ -1,11 +1,11 @@
-"""The routed sum in Triton kernels for NVIDIA GPUs (extra `triton`); nothing waits for the device.
+"""The routed sum in Triton kernels for NVIDIA GPUs (extra `triton`). The host never waits for the device.
 
-Rows are gathered while they are multiplied, so tokens are not copied. Backward needs the input, the activations
-a = relu(h)² and the indices: the slope 2 · relu(h) is 2 · sqrt(a), which is more accurate than a rounded relu(h).
-SwiGLU is not fused: h is saved, and PyTorch computes the activation and its slope.
+Rows are gathered while they are multiplied, so tokens are not copied. Backward needs the input, the activations a =
+relu(h)² and the indices. It computes the slope 2 · relu(h) as 2 · sqrt(a), which is more accurate than a rounded
+relu(h). SwiGLU is not fused: h is saved, and PyTorch computes the activation and its slope.
 
-All configurations have the same tile size along the summed dimension, and tokens are summed in the order of experts, so
-not one bit of a row's result depends on the other rows, on their number, or on the tuning.
+All configurations have the same tile size along the summed dimension, and the terms of a token are summed in the order
+of experts. So the result for a row does not depend on other rows, their number or tuning, to the last bit.
 
 For tests, TRITON_INTERPRET=1, set before triton is imported, runs the kernels on the CPU, very slowly.
 """
@@ -28,7 +28,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # The tile size along the summed dimension, and the columns summed into one part of a gate's gradient.
 DEPTH, PART = (16, 16) if INTERPRETED else (64, 32)
-# For float32 without tensor cores, which would round it; larger tiles do not fit the registers.
+# For float32 without tensor cores, which would round. Larger tiles do not fit in the registers.
 FIXED = {"tile_m": 16, "tile_n": 32} if INTERPRETED else {"tile_m": 64, "tile_n": 64}
 TILES = [  # rows, columns, warps, stages of the pipeline
     (128, 256, 8, 3),
@@ -68,11 +68,11 @@ def multiply(
     tile_n: tl.constexpr,
     tile_k: tl.constexpr,
 ) -> None:
-    """Write out (rows, d_out): each row times its expert's matrix, (d_out, d_in) if out_in, else (d_in, d_out).
+    """Write out (rows, d_out), each row times its expert's matrix, (d_out, d_in) if out_in, otherwise (d_in, d_out).
 
-    Rows come from left (rows, d_in), or if gathered from left (tokens, d_in). epilogue "relu2" writes relu(·)².
-    "backward" treats the product as the gradient of kept = relu(h)² and writes the gradient of h, gated = gate · kept,
-    and into dots (parts, rows) the parts of <gradient, kept>, which add up to the gate's gradient.
+    Rows are read from left (rows, d_in) or, if gathered, from left (tokens, d_in). The epilogue "relu2" writes
+    relu(·)². "backward" treats the product as the gradient of kept = relu(h)². It writes the gradient of h, gated =
+    gate · kept, and dots (parts, rows): the parts of <gradient, kept>, whose sum is the gradient of the gate.
     """
     columns: tl.constexpr = (d_out + tile_n - 1) // tile_n
     expert = tl.arange(0, triton.next_power_of_2(experts))
@@ -80,7 +80,7 @@ def multiply(
     begin_of = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < experts), other=0)
     tiles_of = (end_of - begin_of + tile_m - 1) // tile_m
     tiles_upto = tl.cumsum(tiles_of, 0)
-    # Flattened with the inner loop, so that a tile's first rows are read while the previous tile is multiplied.
+    # Flattened with the inner loop, so that the first rows of a tile are read while the previous tile is multiplied.
     for tile in tl.range(tl.program_id(0), tl.sum(tiles_of) * columns, tl.num_programs(0), flatten=True):
         e = tl.sum((tiles_upto <= tile // columns).to(tl.int32))
         first_tile = tl.sum(tl.where(expert < e, tiles_of, 0))
@@ -90,11 +90,11 @@ def multiply(
         column = tile % columns * tile_n + tl.arange(0, tile_n)
         k = tl.arange(0, tile_k)
         inside = row < end
-        # Rows past the segment's end repeat its first row and write nothing.
+        # Rows after the end of the segment repeat its first row and are not written.
         held = tl.where(inside, row, begin)
         source = tl.load(token + held) if gathered else held.to(tl.int64)
         lefts = left + source[:, None] * d_in + k[None, :]
-        # Columns past the last repeat the first: a mask on them would keep loads out of the pipeline.
+        # Columns after the last one repeat the first, since a mask would prevent the pipelining of loads.
         read = column[None, :] % d_out
         place = k[:, None] + read * d_in if out_in else k[:, None] * d_out + read
         rights = weights + e.to(tl.int64) * (d_in * d_out) + place
@@ -139,7 +139,7 @@ def write_backward(
     width: tl.constexpr,
     part: tl.constexpr,
 ) -> None:
-    """Write the "backward" epilogue of `multiply` for columns first to first + width, few enough for the registers."""
+    """Write the "backward" epilogue of `multiply` for columns first to first + width, which fit in the registers."""
     if width > part:
         lower, upper = tl.split(tl.permute(tl.reshape(da, (da.shape[0], 2, width // 2)), (0, 2, 1)))
         write_backward(lower, row, inside, gate, kept, dh, gated, dots, rows, first, d_out, width // 2, part)
@@ -172,7 +172,7 @@ def multiply_segments(
     tile_n: tl.constexpr,
     tile_k: tl.constexpr,
 ) -> None:
-    """Write out (experts, d_left, d_right): leftᵀ right over the rows of each expert, zeros if it has none.
+    """Write out (experts, d_left, d_right), leftᵀ right over the rows of each expert, or zeros if it has no rows.
 
     One operand is gathered: left is (tokens, d_left) and right (rows, d_right), or the reverse.
     """
@@ -189,7 +189,7 @@ def multiply_segments(
     for start in range(begin, end, tile_k):
         row = start + tl.arange(0, tile_k)
         inside = row < end
-        # Indices are read one step ahead, so that copies of rows do not wait for them.
+        # Indices are read one step ahead, so that the copies of rows do not have to wait for them.
         next_source = tl.load(token + row + tile_k, mask=row + tile_k < end, other=0)
         left_row = source if gather_left else row.to(tl.int64)
         right_row = row.to(tl.int64) if gather_left else source
@@ -215,7 +215,7 @@ def sum_by_token(
     gated: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write out (tokens, width): the sums of each token's rows of terms (rows, width), in the order of experts.
+    """Write out (tokens, width), the sum of each token's rows in terms (rows, width), in the order of experts.
 
     Rows are multiplied by their gates if `gated`.
     """
@@ -242,7 +242,7 @@ def spread_gates(
     parts: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Sum the parts of dots (parts, rows) and write them to the row's pair in dgates (tokens, experts)."""
+    """Sum the parts in dots (parts, rows) and write the sums to their pairs in dgates (tokens, experts)."""
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = row < tl.load(ends + experts - 1)
     total = tl.zeros((tile,), tl.float32)
@@ -252,7 +252,7 @@ def spread_gates(
 
 
 def _tuned(kernel: Any, key: list[str]) -> Any:
-    """Return the kernel with the fastest measured tiles for the constants in `key`, cached on disk."""
+    """Return the kernel with tiles that are tuned for the constants in `key`. The choice is cached on disk."""
     return triton.autotune(CONFIGS, key=key, cache_results=True)(kernel)
 
 
@@ -272,9 +272,9 @@ def _launch(kernel: Any, grid: Any, first: Tensor, *rest: Tensor | int | None, *
 
 
 def _launch_product(kernel: Any, grid: Any, left: Tensor, *rest: Tensor | int | None, **constants: Any) -> None:
-    """Launch with tuned tiles, or with fixed tiles in float32."""
+    """Launch a kernel with tuned tiles, or with fixed tiles in float32."""
     kernel, tiles = (TUNED[kernel], {}) if _is_tuned(left.dtype) else (kernel, FIXED)
-    upcast = INTERPRETED and left.dtype == torch.bfloat16  # the interpreter's bfloat16 products are wrong
+    upcast = INTERPRETED and left.dtype == torch.bfloat16  # bfloat16 products in the interpreter are wrong
     _launch(kernel, grid, left, *rest, **constants, **tiles, tile_k=DEPTH, upcast=upcast)
 
 
@@ -289,7 +289,7 @@ def _multiply(
     gates: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what `multiply` writes: out, gated and dots; the last two are None without the "backward" epilogue."""
+    """Return what `multiply` writes: out, gated and dots. gated and dots are None without the "backward" epilogue."""
     rows, (experts, *matrix) = len(segments.token), weights.shape
     d_out, d_in = matrix if out_in else reversed(matrix)
     out = left.new_empty(rows, d_out)
@@ -297,7 +297,7 @@ def _multiply(
     dots = None if kept is None else left.new_empty(triton.cdiv(d_out, PART), rows, dtype=torch.float32)
 
     def grid(meta: dict[str, int]) -> tuple[int]:
-        """Return the number of programs that run at once; each loops over tiles."""
+        """Return the number of programs that run at the same time. Each loops over tiles."""
         if not left.is_cuda:
             return (3,)
         processors = torch.cuda.get_device_properties(left.device).multi_processor_count
@@ -339,7 +339,7 @@ def _sum_by_token(rows: Tensor, segments: Segments, gates: Tensor | None = None)
 
 
 def _spread_gates(dots: Tensor, segments: Segments, gates: Tensor) -> Tensor:
-    """Return the gradient of the gates (tokens, experts) from each row's parts."""
+    """Return the gradient of the gates (tokens, experts), given its parts for each row."""
     dgates = torch.zeros_like(gates)
     _launch(
         spread_gates, (triton.cdiv(dots.shape[1], 128),),
@@ -396,7 +396,7 @@ def _tune(up_shape: torch.Size, d_expert: int, dtype: torch.dtype, device: torch
     _backward(y, x, gates, packed, up, down, kept)
 
 
-# Custom operators, opaque to the compiler.
+# Custom operators, which are opaque to the compiler.
 @torch.library.custom_op("expert_threshold::triton_forward", mutates_args=())
 def triton_forward(
     x: Tensor,
@@ -409,7 +409,7 @@ def triton_forward(
     up: Tensor,
     down: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return y (tokens, d_model) and what backward needs for every row: relu(h)², or h for SwiGLU."""
+    """Return y (tokens, d_model) and what backward needs for every row, which is relu(h)², or h for SwiGLU."""
     if _is_tuned(x.dtype):
         _tune(up.shape, down.shape[2], x.dtype, x.device)
     return _forward(x, gates, Segments(token, pair, ends, by_token, of_token), up, down)
@@ -464,8 +464,9 @@ def routed_sum(
 ) -> Tensor:
     """Return y_t = Σ_e z[t,e] g[t,e] down_e · act(ups_e · x_t) for x (tokens, d_model).
 
-    ups: one (experts, d_expert, d_model) for relu², two for SwiGLU; down: (experts, d_model, d_expert); x and these in
-    one of DTYPES. gates, assignment: (tokens, experts), float32 and bool. rows: a bound on the pairs; None counts them.
+    ups: one (experts, d_expert, d_model) for relu², two for SwiGLU; down: (experts, d_model, d_expert). x and weights
+    have one of DTYPES. gates, assignment: (tokens, experts), float32 and bool. rows: a bound on the pairs; None counts
+    them.
     """
     up, packed = ups[0] if len(ups) == 1 else torch.cat(ups, 1), segments(assignment, rows)
     y: Tensor = _Triton.apply(x.contiguous(), gates.contiguous(), *packed, up.contiguous(), down.contiguous())

@@ -1,4 +1,4 @@
-"""The table of backends, ways to compute y_t = shared(x_t) + Σ_i z[t,i] · g[t,i] · expert_i(x_t) (paper, Eq. 2)."""
+"""Backends: different ways to compute y_t = shared(x_t) + Σ_i z[t,i] · g[t,i] · expert_i(x_t) (paper, Eq. 2)."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from .static import is_native, static_sum
 FEW = 16  # up to this many tokens, packing costs more than it saves
 MEASURED_FROM = 4096  # with fewer tokens, no choice is worth the seconds that measuring takes
 SAME = 0.03
-"""Largest difference, relative to a tensor's norm, between backends that each round a few times to bfloat16."""
+"""The largest difference, relative to the norm of a tensor, between backends that round to bfloat16 a few times."""
 
 
 class Backend:
-    """Computes the routed sum, with the same outputs and gradients as `reference`.
+    """A way to compute the routed sum, with the same outputs and gradients as `reference`.
 
-    A subclass has a name and `routed_sum`, and overrides `why_not` and `pays` to state its limits.
+    A subclass defines a name and `routed_sum`, and overrides `why_not` and `pays` to state its limits.
     """
 
     name: ClassVar[str]
 
     def why_not(self, x: Tensor, experts: Experts) -> str | None:
-        """Return why this backend cannot compute rows like x (…, d_model), with the remedy; None if it can."""
+        """Return why this backend cannot compute rows like x (…, d_model), and a remedy, or None if it can."""
         return None
 
     def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
-        """Return True if `auto` should choose this backend; arguments as in `__call__`."""
+        """Return True if `auto` should choose this backend. The arguments are those of `__call__`."""
         return False
 
     def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
-        """Return the backend that computes the call: itself, unless it delegates; arguments as in `__call__`."""
+        """Return the backend that computes the call: this one, unless it delegates. Arguments are as in `__call__`."""
         return self
 
     def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-        """Return Σ_i z[t,i] · g[t,i] · expert_i(x_t), shaped like x; arguments as in `__call__`."""
+        """Return Σ_i z[t,i] · g[t,i] · expert_i(x_t), shaped like x. The arguments are those of `__call__`."""
         raise NotImplementedError
 
     def fused_sum(
         self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, shared: FeedForward, rows: int | None
     ) -> Tensor | None:
-        """Return the routed sum plus the shared experts' output if this backend computes both at once, else None."""
+        """Return the routed sum plus the shared experts' output, or None if this backend does not compute both."""
         return None
 
     def __call__(
@@ -66,10 +66,10 @@ class Backend:
         *,
         rows: int | None = None,
     ) -> Tensor:
-        """Return the routed sum, plus the output of the shared experts if given; shaped like x.
+        """Return the routed sum, plus the output of any shared experts, shaped like x.
 
-        x: (tokens, d_model); gates: (tokens, experts) float32; assignment: (tokens, experts) bool. rows: a bound on the
-        assigned token-expert pairs; None counts them. Raises ValueError if the backend cannot compute the call.
+        x: (tokens, d_model); gates: (tokens, experts) float32; assignment: (tokens, experts) bool. rows: an upper bound
+        on the number of assigned pairs; None counts them. Raises ValueError if the backend cannot compute the call.
         """
         backend = self.chosen(x, experts, rows)
         backend.require(x, experts)
@@ -85,9 +85,9 @@ class Backend:
 
 
 class Reference(Backend):
-    """The definition: one expert after another, each on its own tokens only.
+    """The definition: experts are computed one after another, each on its own tokens only.
 
-    Thus a NaN in another token's row cannot reach an expert's output.
+    Therefore, a NaN in the row of another token cannot reach the output of an expert.
     """
 
     name = "reference"
@@ -108,7 +108,7 @@ class Reference(Backend):
 
 
 class Grouped(Backend):
-    """Batches the products of neighbouring experts: the fast way on a CPU."""
+    """Batches the products of neighbouring experts, which is fast on a CPU."""
 
     name = "grouped"
 
@@ -120,11 +120,11 @@ class Grouped(Backend):
 
 
 class Static(Backend):
-    """Multiplies segments of one buffer; `auto` chooses it if no product waits for the device.
+    """Multiplies segments of one buffer; `auto` chooses it if its products do not wait for the device.
 
-    Without a bound on loads it still waits once, as `grouped` does, but launches one kernel per product instead of one
-    per group of experts. A compiled graph would then need rows for every possible pair, and a few tokens reach few
-    experts, so `auto` leaves both cases to other backends.
+    Without a bound on loads, it waits once, as `grouped` does, but launches one kernel per product instead of one per
+    group of experts. `auto` does not choose it for unbounded loads in a compiled graph, which would need rows for every
+    possible pair, nor for a few tokens, which use only few of the experts.
     """
 
     name = "static"
@@ -139,7 +139,7 @@ class Static(Backend):
 
 
 class Cpu(Backend):
-    """Calls the C++ kernels for this CPU, with the shared experts in the same call where they fit."""
+    """Calls the C++ kernels for this CPU, which also compute the shared experts in the same call if possible."""
 
     name = "cpu"
 
@@ -161,7 +161,7 @@ class Cpu(Backend):
         return override("routed_sum", x, experts.down.shape[2], experts.activation.name) is not None
 
     def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
-        # If there are only too few rows for the kernels, use what `auto` would choose; other misfits are errors.
+        # If there are just too few rows for the kernels, use what `auto` would choose. Other obstacles are errors.
         few = not self.pays(x, experts, rows) and self.why_not(x, experts) is None
         return _most_specialised(x, experts, rows) if few else self
 
@@ -182,7 +182,7 @@ class Cpu(Backend):
 
 
 class Triton(Backend):
-    """Calls the kernels of `kernels/gpu` (extra `triton`), imported on first use; nothing waits for the device."""
+    """Calls the Triton kernels in `kernels/gpu` (extra `triton`), imported on first use. The host never waits."""
 
     name = "triton"
 
@@ -204,7 +204,7 @@ class Triton(Backend):
 
 
 class ExpertParallel(Backend):
-    """Sends tokens to the owners of their experts, a layer's `OwnExperts` on every rank of the group."""
+    """Sends tokens to the ranks that own their experts, as `OwnExperts`, in the group."""
 
     name = "expert_parallel"
 
@@ -217,8 +217,8 @@ class ExpertParallel(Backend):
 
 
 class Auto(Backend):
-    """Delegates every call to the most specialised backend that pays off. In training on a GPU, delegates to the faster
-    of that backend and `triton`, as measured there.
+    """Delegates every call to the most specialised backend that pays off. In training on a GPU, it measures both that
+    backend and `triton` and delegates to the faster one.
     """
 
     name = "auto"
@@ -244,7 +244,7 @@ def fastest(
     activation: ActivationName,
 ) -> str:
     """Return the backend whose forward and backward are fastest for a layer of this shape (experts, d_model, d_expert)
-    on this GPU, measured once per process. While a CUDA graph is being captured, return the first of the names.
+    on this GPU, measured once per process. During the capture of a CUDA graph, return the first name.
     """
     if torch.cuda.is_current_stream_capturing():
         return names[0]
@@ -264,7 +264,7 @@ def _measured(
     activation: ActivationName,
     tokens: int = 2**14,
 ) -> str:
-    """Time the backends on random rows, one expert per token; exclude those that fail or differ from the first."""
+    """Time backends on random rows, with one expert per token. Exclude any that fails or differs from the first."""
     # Preserve the run's random state.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device, torch.enable_grad():
         torch.manual_seed(0)
@@ -307,7 +307,7 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (reference, Grouped(), Static(), Cpu(), Triton(), ExpertParallel())
 }
 
-# `expert_parallel` is not chosen by name: splitting a layer's experts wraps the layer's own backend in it.
+# `expert_parallel` cannot be chosen by name, since splitting the experts of a layer wraps its backend in it.
 BY_NAME = {name: backend for name, backend in {"auto": auto, **BACKENDS}.items() if name != "expert_parallel"}
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ else:  # derived from the table, so that command lines offer every backend
 
 
 def backend_named(name: str) -> Backend:
-    """Return the backend with that name. Raises ValueError if there is none."""
+    """Return the backend called `name`. Raises ValueError if there is none."""
     if name not in BY_NAME:
         raise ValueError(f"dispatch={name!r} is unknown; use one of {', '.join(BY_NAME)}")
     return BY_NAME[name]

@@ -1,8 +1,8 @@
-"""Experts split over ranks: a token goes once to every rank that owns some of its experts, and their sum comes back.
+"""Experts split over ranks: a token is sent once to every rank that owns some of its experts, which returns their sum.
 
-Sending one row per rank never sends more than one row per expert, and sends less when a token chose two experts of one
-rank (`benchmarks/scaling.py` counts both). Gates travel with the row, so the owner returns one gate-weighted sum. In
-inference, routing by cutoffs needs no communication, since it compares them with the token's own scores.
+This sends at most as many rows as sending one row per expert, and fewer if a token chose two experts on one rank
+(`benchmarks/scaling.py` counts both). Gates are sent along with each row, so the owner returns one gate-weighted sum.
+At inference, routing by cutoffs needs no communication, since it only uses a token's own scores.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..experts import Experts
 from .grouped import sum_rows
 
 ABSENT = -math.inf
-"""Marks the gate of an expert that the token did not choose; real gates are finite."""
+"""Marks the gate of an expert that the token did not choose. Other gates are finite."""
 
 
 class OwnExperts(Experts):
-    """This rank's shard of a layer's experts, under the same parameter names.
+    """This rank's shard of the experts in a layer, with the same parameter names.
 
     backend: computes the experts; group: the ranks that hold the shards.
     """
@@ -40,13 +40,13 @@ class OwnExperts(Experts):
         self.train(experts.training)
 
     def forward(self, x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
-        """Return each row's weighted sum of outputs, (rows, d_model); gates, assignment: (rows, own experts)."""
+        """Return the weighted sum of outputs for each row, (rows, d_model). gates, assignment: (rows, own experts)."""
         y: Tensor = self.backend(x, gates, assignment, self, rows=None)
         return y
 
 
 class Rows(NamedTuple):
-    """The rows to send: a row is a pair of a token and a rank that owns some of its experts, by rank, then token."""
+    """The rows to send, ordered by rank, then token: a row is a token and a rank that owns some of its experts."""
 
     token: Tensor  # (rows,)
     rank: Tensor  # (rows,)
@@ -66,7 +66,7 @@ class Splits(NamedTuple):
 
 
 def expert_parallel_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: OwnExperts) -> Tensor:
-    """Return the routed sum; every rank of the group computes the part of its `OwnExperts`."""
+    """Return the routed sum, to which every rank of the group contributes the part of its own experts."""
     group = experts.group
     chosen = assignment.unflatten(1, (dist.get_world_size(group), -1)).any(2)
     sent, splits = by_count(chosen, group)
@@ -77,7 +77,7 @@ def expert_parallel_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: O
 
 
 def by_count(chosen: Tensor, group: dist.ProcessGroup) -> tuple[Rows, Splits]:
-    """Return the rows for chosen (tokens, ranks) and the splits, by exchanging counts. Waits for the device."""
+    """Return the rows for chosen (tokens, ranks), and the splits, which ranks exchange. Waits for the device."""
     rank, token = chosen.T.nonzero().unbind(1)
     counts = chosen.sum(0)
     incoming = torch.empty_like(counts)
@@ -89,20 +89,20 @@ def by_count(chosen: Tensor, group: dist.ProcessGroup) -> tuple[Rows, Splits]:
 
 
 def _exchange(rows: Tensor, splits: Splits, group: dist.ProcessGroup) -> Tensor:
-    """Exchange rows (rows, width), ordered by rank, in one all-to-all."""
+    """Exchange rows (rows, width), which are ordered by rank, in one all-to-all."""
     received = rows.new_empty(sum(splits.received), rows.shape[1])
     dist.all_to_all_single(received, rows.contiguous(), splits.received, splits.sent, group=group)
     return received
 
 
 def _join(rows: Tensor, gates: Tensor) -> Tensor:
-    """Append each row's gates, bit for bit, so that both travel in one message."""
+    """Append each row's gates, bit for bit, so that both are sent in one message."""
     wide = gates.to(torch.promote_types(gates.dtype, rows.dtype))
     return torch.cat((rows, wide.contiguous().view(rows.dtype)), 1)
 
 
 def _part(joined: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split joined rows into rows of `width` and their gates."""
+    """Split joined rows into rows of width `width` and their gates."""
     rows, gates = joined[:, :width].contiguous(), joined[:, width:].contiguous()
     return rows, gates.view(torch.promote_types(dtype, rows.dtype)).to(dtype)
 
@@ -135,7 +135,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Receives the owners' rows (rows, d_model) and sums them by token; backward sends gradients the other way."""
+    """Receives rows (rows, d_model) from the owners and sums them by token; backward sends gradients the other way."""
 
     @staticmethod
     def forward(
@@ -155,5 +155,5 @@ class _Combine(torch.autograd.Function):
 
 
 def part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's rows of a tensor (experts, …), a view."""
+    """Return a view of this rank's rows of a tensor (experts, …)."""
     return tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)]

@@ -1,6 +1,6 @@
-"""Each expert's tokens as one segment: gather, two products, gate-weighted sum back to the tokens.
+"""A backend that gathers each expert's tokens, multiplies them twice, and returns gate-weighted sums to the tokens.
 
-Products of neighbouring experts are batched; segments may have any length, including 0. Only the input, the
+Products of neighbouring experts are batched; an expert may have any number of tokens, including 0. Only the input, the
 pre-activations and the assignment are saved for backward.
 """
 
@@ -19,7 +19,7 @@ from ..experts import HIDDEN_PER_BLOCK, Experts, up_project
 
 
 def grouped_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-    """Return the routed sum. rows: a bound on the assigned pairs, which only a compiler needs."""
+    """Return the routed sum. rows: an upper bound on the number of assigned pairs, which only a compiler needs."""
     weights = [experts.down.to(x.dtype), *experts.ups(x.dtype)]
     if torch.compiler.is_compiling():
         slots = most_slots(assignment.numel() if rows is None else rows)
@@ -30,7 +30,7 @@ def grouped_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, 
 
 
 class Group(NamedTuple):
-    """Neighbouring experts that share a batched product, and its slots, `length` for each expert."""
+    """Neighbouring experts that share a batched product. Each expert has `length` slots."""
 
     experts: slice
     length: int
@@ -43,21 +43,21 @@ class Group(NamedTuple):
 
 
 def most_slots(rows: int) -> int:
-    """Return the maximum number of rows to compute where `rows` are needed: a quarter more, for padding."""
+    """Return the most rows to compute if `rows` are needed, which leaves a quarter more for padding."""
     return rows + rows // 4  # integers, since the compiler has no symbolic floats
 
 
 def round_up(load: int) -> int:
-    """Return the load rounded up to four significant bits, which adds up to an eighth."""
+    """Return the load, rounded up to four significant bits, which adds at most an eighth."""
     unit = 1 << max((load - 1).bit_length() - 4, 0)
     return -(-load // unit) * unit
 
 
 def form_groups(loads: list[int], hidden: int, limit: float = HIDDEN_PER_BLOCK) -> list[Group]:
-    """Group all experts, or halves or quarters of them and so on, so that each group stays within `limit` hidden
-    activations and `most_slots`. Experts without tokens are in no group, so they cost nothing in decoding.
+    """Group all experts, or halves or quarters of them and so on, so that no group exceeds `limit` hidden activations
+    or `most_slots`. Experts without tokens are left out, so they cost nothing in decoding.
 
-    Loads are rounded up so that few shapes occur, since oneDNN compiles a kernel for each new shape.
+    Loads are rounded up so that few shapes occur, since oneDNN compiles a kernel for every new shape.
     """
     groups: list[Group] = []
 
@@ -78,10 +78,10 @@ def form_groups(loads: list[int], hidden: int, limit: float = HIDDEN_PER_BLOCK) 
 
 
 class Packing(NamedTuple):
-    """Indices for gathering and summing. A pair is a token and one of its experts; pairs go by expert, then token.
+    """Indices for gathering and summing. Pairs, of a token and one of its experts, are ordered by expert, then token.
 
-    Say token 0 goes to experts 0 and 1, token 1 to expert 0, token 2 to expert 1, and token 3 to both, so that expert 0
-    gets tokens 0, 1, 3 and expert 1 gets tokens 0, 2, 3. With both experts in one group, four slots each:
+    For example, expert 0 gets tokens 0, 1 and 3, and expert 1 gets tokens 0, 2 and 3. If both experts are in one group
+    and have four slots each, the indices are:
 
         pair      0  2  6  1  5  7
         token     0  1  3  0  2  3
@@ -117,7 +117,7 @@ def pack(assignment: Tensor, groups: list[Group]) -> Packing:
 
 
 def sum_rows(rows: Tensor, index: Tensor, begins: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return in row i the weighted sum of rows[index[j]] over begins[i] ≤ j < begins[i + 1], or zeros without any j."""
+    """Return weighted sums: row i sums rows[index[j]] over begins[i] ≤ j < begins[i + 1]; an empty sum is zero."""
     if not len(begins) or not len(index):
         return rows.new_zeros(len(begins), rows.shape[1])
     y: Tensor = torch.embedding_bag(rows, index, begins, False, 0, False, weights)[0]
@@ -125,7 +125,7 @@ def sum_rows(rows: Tensor, index: Tensor, begins: Tensor, weights: Tensor | None
 
 
 class Plan(NamedTuple):
-    """The grouping of an assignment's experts and its packing."""
+    """The groups of experts for an assignment, and its packing."""
 
     groups: list[Group]
     packing: Packing
@@ -140,10 +140,9 @@ class Plan(NamedTuple):
 def _forward(
     x: Tensor, gates: Tensor, plan: Plan, activation: Activation, weights: Sequence[Tensor], kept: Tensor
 ) -> Tensor:
-    """Return y, computed group by group so that intermediates stay in cache.
+    """Return y, which is computed group by group so that intermediates stay in cache.
 
-    Gates multiply the rows of experts' outputs, and hence of all gradients. So they are applied for free while rows of
-    width d_model are gathered, and never to hidden activations.
+    Gates are applied at no cost, while rows of width d_model are gathered or summed, and never to hidden activations.
 
     weights: down, then ups; kept: (slots or more, width · d_expert), a buffer that receives what backward needs.
     """
@@ -212,22 +211,22 @@ class _Grouped(torch.autograd.Function):
         return dx, dgates, None, None, *dweights
 
 
-# The same for the compiler. Both halves are opaque to it, since the grouping of experts depends on their loads. So do
-# the plan's sizes, so the plan cannot be kept but is made twice; `_Grouped` saves small layers that cost.
+# The same for the compiler. Both halves are opaque to it, since groups and the sizes of the plan depend on loads. So
+# the plan cannot be kept but is made twice, a cost that `_Grouped` avoids for small layers.
 
 
 @torch.library.custom_op("expert_threshold::grouped_forward", mutates_args=())
 def grouped_forward(
     x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, slots: int
 ) -> tuple[Tensor, Tensor]:
-    """Return y and what backward needs, (slots, width · d_expert); on a CPU unused slots are never touched.
+    """Return y and what backward needs, (slots, width · d_expert). On a CPU, unused slots are never touched.
 
     weights: down, then ups. Raises RuntimeError if the pairs do not fit into the slots.
     """
     act, hidden = activation_named(activation), weights[0].shape[2]
     plan = Plan.of(assignment, hidden)
     if len(plan.packing.of_slot) > slots:
-        raise RuntimeError(f"more token-expert pairs than fit into {slots} slots")
+        raise RuntimeError(f"there are more token-expert pairs than {slots} slots")
     kept = x.new_empty(slots, act.width * hidden)
     return _forward(x, gates, plan, act, weights, kept), kept
 
@@ -243,7 +242,7 @@ def _(
 def grouped_backward(
     dy: Tensor, x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, kept: Tensor
 ) -> list[Tensor]:
-    """Return the gradients of x, gates and weights."""
+    """Return the gradients of x, the gates and the weights."""
     plan = Plan.of(assignment, weights[0].shape[2])
     return _backward(dy, x, gates, plan, activation_named(activation), weights, kept)
 

@@ -1,8 +1,8 @@
-"""A backend with static shapes, for CUDA graphs: if `is_native` and loads are bounded, the host never waits.
+"""A backend with static shapes, for CUDA graphs. If `is_native` is True and loads are bounded, the host never waits.
 
-All experts' rows share one buffer, sized by the rule's bounds or else by counting, which waits once. Only the device
-knows where each expert's rows end. Products skip the padding after the last row. Only the input, the pre-activations
-and the indices are saved for backward.
+The rows of all experts share one buffer. Its size is the rule's bound or else the number of pairs, for which the host
+waits once. Only the device knows where the rows of an expert end. Products skip the padding after the last row. Only
+the input, the pre-activations and the indices are saved for backward.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ PADDING_PER_BAG = 64
 
 
 def static_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-    """Return the routed sum. rows: a bound on the assigned pairs; None counts them."""
+    """Return the routed sum. rows: an upper bound on the number of assigned pairs; None counts them."""
     weights = experts.down.to(x.dtype), *experts.ups(x.dtype)
     y: Tensor = _Static.apply(x, gates, experts.activation, *segments(assignment, rows), *weights)
     return y
 
 
 def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None) -> Tensor:
-    """Return the weighted sum of each token's rows, (tokens, width), in the order of experts, without the padding.
+    """Return the weighted sum of each token's rows, (tokens, width), in the order of experts and without padding.
 
     rows: (rows, width); weights: (rows,), of the same dtype.
     """
     if not len(rows):
         return rows.new_zeros(len(segments.of_token) - 1, rows.shape[1])
-    # Padding goes into bags that are dropped. They are small, since CUDA sums the rows of a bag sequentially.
+    # Padding goes into bags that are discarded. They are small, since CUDA sums the rows of a bag sequentially.
     end = segments.of_token[-1:]
     padding = end + PADDING_PER_BAG * torch.arange(-(-len(rows) // PADDING_PER_BAG), device=end.device)
     bags = torch.cat((segments.of_token[:-1], padding.clamp(max=len(rows))))
@@ -46,7 +46,7 @@ def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None
 
 @torch.library.custom_op("expert_threshold::segment_product", mutates_args=())
 def segment_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return rows (rows, in) times their segment's matrix in weights (experts, in, out); padding is unspecified."""
+    """Multiply rows (rows, in) by their segments' matrices in weights (experts, in, out). Padding is unspecified."""
     if is_native(rows, *weights.shape[1:]):
         return F.grouped_mm(rows, weights, offs=ends)
     y = rows.new_empty(len(rows), weights.shape[2])
@@ -83,13 +83,13 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 def is_native(rows: Tensor, *widths: int) -> bool:
     """Return True if PyTorch multiplies segments of these widths in one kernel; otherwise the host reads their ends.
 
-    That kernel rejects a sum over no rows at all (pytorch #192497).
+    The kernel rejects a sum over zero rows (pytorch #192497).
     """
     return len(rows) > 0 and in_one_kernel(rows.dtype, *widths) and on_hopper(rows)
 
 
 def in_one_kernel(dtype: torch.dtype, *widths: int) -> bool:
-    """Return True if that kernel accepts the dtype and the widths, on a GPU that has it."""
+    """Return True if the GPU has this kernel and the kernel accepts the dtype and the widths."""
     return dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
 
 
@@ -100,7 +100,7 @@ def on_hopper(x: Tensor) -> bool:
 
 
 class _Static(torch.autograd.Function):
-    """Applies gates to rows of width d_model while they are summed or gathered, as `grouped` does."""
+    """The routed sum; gates multiply rows of width d_model while these are summed or gathered, as in `grouped`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: Tensor, activation: Activation, *rest: Tensor) -> Tensor:
