@@ -159,7 +159,7 @@ def test_no_file_runs_code_when_it_is_loaded(
 def test_a_bundle_cannot_lead_out_of_its_folder(uri: str, folder: Path, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(folder / "bundle", tmp_path / "bundle"))
     (bundle / "core.yaml").write_text((bundle / "core.yaml").read_text().replace("t.jsonl", uri))
-    with pytest.raises(ValueError, match=rf"core\.yaml: damaged \({uri} leads out of the bundle\)"):
+    with pytest.raises(ValueError, match=rf"core\.yaml is damaged \({uri} points outside the bundle\)"):
         read_bundle(bundle)
 
 

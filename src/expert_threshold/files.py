@@ -1,4 +1,4 @@
-"""Atomic files and folders: written next to their destination, flushed to disk, then renamed."""
+"""Writes files and folders atomically: next to their destination first, then flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY = ".tmp-"
-"""The prefix of files and folders that are not complete yet."""
+"""The prefix in the names of files and folders that are not complete yet."""
 
 
 def expand(path: str | Path) -> Path:
-    """Expand ~ and ~user; if there is no such home folder, return the path unchanged, unlike `Path.expanduser`."""
+    """Expand ~ and ~user. Unlike `Path.expanduser`, return the path unchanged if there is no such home folder."""
     return Path(os.path.expanduser(path))
 
 
 def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return strict JSON, in which floats survive exactly. Raises ValueError for NaN and infinity, which JSON lacks."""
+    """Return strict JSON that preserves floats exactly. Raises ValueError for NaN and infinity, which JSON forbids."""
     return json.dumps(value, indent=indent, allow_nan=False)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`; anything else reads as an empty object, which fails every format check."""
+    """Return the JSON object in `path`. Any other content yields an empty object, which fails every format check."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -36,17 +36,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def corrupted_file_error(name: str | Path, remedy: str) -> Iterator[None]:
-    """Turn errors from missing or malformed fields into a ValueError that reports damage to `name`."""
+    """Convert errors about missing or malformed fields to a ValueError, which says that `name` is damaged."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{name}: damaged ({reason}); {remedy}") from error
+        reason = f"it contains no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{name} is damaged ({reason}); {remedy}") from error
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Make an OSError name `path` if it names no path, as after a failed write, or a temporary file."""
+    """Make an OSError name `path` if it names a temporary file or, as after a failed write, no file at all."""
     try:
         yield
     except OSError as error:
@@ -56,7 +56,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the folder's entries to disk, without which a rename does not survive a power loss."""
+    """Flush the folder's entries to disk. Otherwise, a rename in it may not survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with named(path):
@@ -74,9 +74,9 @@ def write_synced(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a file to write that becomes `path` unless an error occurs; readers see the whole old or new file.
+    """Yield the path of a temporary file, which replaces `path` unless an error occurs.
 
-    If `path` is a link, its target is replaced.
+    Readers see either the whole old file or the whole new one. If `path` is a link, its target is replaced.
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
@@ -90,19 +90,19 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def require_free(to: str | Path, option: str = "--to") -> None:
-    """Raise ValueError, naming the option, if the folder exists and is not empty: no folder is ever overwritten.
+    """Raise ValueError, naming the option, if `to` exists and is not an empty folder. Nothing is ever overwritten.
 
-    The working directory is refused even if it is empty, since replacing it would leave a shell in the old folder.
+    The working directory is rejected even if it is empty, since replacing it would leave a shell in the old folder.
     """
     path = Path(to)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{option} {to}: already exists; name another folder")
+        raise ValueError(f"{option} {to} already exists; name another folder")
     if path.exists() and path.samefile(Path()):
-        raise ValueError(f"{option} {to}: is the working directory; name a new folder in it")
+        raise ValueError(f"{option} {to} is the working directory; name a new folder inside it")
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return the folders to create so that `path` exists, innermost first."""
+    """Return the folders that must be created for `path` to exist, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
@@ -115,7 +115,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 @contextmanager
 def new_folder(to: str | Path, option: str = "--to") -> Iterator[Path]:
-    """Yield a folder to fill that becomes `to` unless an error occurs. Raises ValueError as `require_free` does."""
+    """Yield a temporary folder, which becomes `to` unless an error occurs. Raises ValueError as `require_free` does."""
     require_free(to, option)
     place = Path(os.path.realpath(to))  # a link to an empty folder cannot be replaced, but its target can
     missing = missing_folders(place.parent)

@@ -1,4 +1,4 @@
-"""The commands that run and extend this installation, for messages that show what to type."""
+"""Finds the commands that run and extend this installation, for messages that show what to type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DISTRIBUTION = "expert-threshold"
 
 
 def et() -> str:
-    """Return `et` if a shell finds this installation by that name, else the path by which it was called."""
+    """Return `et` if a shell finds this installation by that name, or else the path that was used to call it."""
     called, found = _script(), shutil.which("et")
     if called is None or (found is not None and os.path.samefile(found, called)):
         return "et"
@@ -24,19 +24,19 @@ def et() -> str:
 
 
 def program() -> list[str]:
-    """Return the arguments with which Python runs the same `et` in another process."""
+    """Return the arguments that make Python run the same `et` in another process."""
     called = _script()
     return ["-m", __package__] if called is None else [str(called)]
 
 
 def _script() -> Path | None:
-    """Return the script `et` that this process runs; None under `python -m`, or in a program that uses the package."""
+    """Return the `et` script that this process runs. Return None under `python -m` and in any other program."""
     called = Path(sys.argv[0])
     return called if called.stem == "et" and called.is_file() else None
 
 
 def install(extra: str) -> str:
-    """Return the command that installs one of our extras into this installation."""
+    """Return the command that adds one of the package's optional extras to this installation."""
     pip = "pip" if et() == "et" else f"{shlex.quote(str(Path(sys.argv[0]).with_name('python')))} -m pip"
     clone = _clone()
     if clone is None:

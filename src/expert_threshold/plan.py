@@ -1,4 +1,4 @@
-"""Costs of a run, computed without allocating weights: parameters, tokens, FLOPs, memory, time and money."""
+"""Estimates what a run costs (parameters, tokens, FLOPs, memory, time and money) without allocating its weights."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .optim.muon import BATCH_ELEMENTS
 from .routing import Rule, Window, rule_name
 
 LAYOUTS = ("replicate", "shard", "expert_parallel")
-"""Layouts: each GPU holds all weights and a share of the optimizer's state, or a share of everything, or a share of the
-experts (at least one)."""
+"""Layouts of a run over several GPUs. With `replicate`, each GPU holds all weights and a share of the optimizer's
+state. With `shard`, it holds a share of everything; with `expert_parallel`, a share of the experts (at least one)."""
 
 
 class Machine(NamedTuple):
-    """GPUs and their use. utilisation: model FLOPs as a share of the peak."""
+    """The GPUs of a run. `utilisation` is the fraction of the peak throughput that the model's FLOPs achieve."""
 
     gpus: int = 1
-    micro_batch: int | None = None  # sequences per GPU; None splits the run's batch size
+    micro_batch: int | None = None  # sequences per GPU, or None to split the run's batch size
     utilisation: float = 0.4
     peak_tflops: float = 989.0
     price_per_gpu_hour: float = 2.5
@@ -35,7 +35,7 @@ ONE_GPU = Machine()
 
 
 def costs(config: RunConfig, machine: Machine = ONE_GPU) -> dict[str, Any]:
-    """Return parameters (total, active, by part), tokens (also per pool) and model FLOPs of forward and backward."""
+    """Return a run's parameter counts, its tokens, the size of its pools, and its FLOPs in forward and backward."""
     parameters = parameter_counts(config.model)
     per_token = flops_per_token(config.model)
     tokens_per_step = config.train.batch_size * config.train.accumulation * config.model.context
@@ -58,7 +58,7 @@ def costs(config: RunConfig, machine: Machine = ONE_GPU) -> dict[str, Any]:
 
 
 def assumed_fanout(rule: Rule | None) -> str | None:
-    """Return a sentence on the fanout assumed for a rule that has no target; None for other rules and dense models."""
+    """Return a sentence about the fanout that is assumed for a rule without a target, or None if nothing is assumed."""
     if rule is None or rule.aims_at_fanout:
         return None
     return (
@@ -68,9 +68,9 @@ def assumed_fanout(rule: Rule | None) -> str | None:
 
 
 def window(config: RunConfig, local: LocalBatch | None = None) -> Window:
-    """Return how many tokens the rule looks at in training; both numbers are None for a dense model.
+    """Return how many tokens the rule looks at in training. For a dense model, both numbers are None.
 
-    local: a rank's part of a step; None for a single rank.
+    local: the part of a step that one rank processes, or None if there is only one rank.
     """
     rule, context = config.model.rule, config.model.context
     if rule is None:
@@ -81,7 +81,7 @@ def window(config: RunConfig, local: LocalBatch | None = None) -> Window:
 
 
 def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
-    """Return the run's hours and their cost. Raises ValueError if either is infinite."""
+    """Return how long the run takes and what it costs. Raises ValueError if either is infinite."""
     rate = machine.gpus * machine.utilisation * machine.peak_tflops * 1e12
     hours = costs(config)["flops_total"] / rate / 3600 if rate > 0 else math.inf
     if math.isinf(3600 * hours):
@@ -98,7 +98,7 @@ def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
 
 
 def share_out(config: RunConfig, machine: Machine) -> LocalBatch:
-    """Return one GPU's part of a step, as in training unless `micro_batch` says otherwise.
+    """Return one GPU's part of a step. It is the same part as in training, unless `micro_batch` is given.
 
     Raises ValueError if the step cannot be divided evenly.
     """
@@ -107,7 +107,7 @@ def share_out(config: RunConfig, machine: Machine) -> LocalBatch:
     if machine.gpus > step:
         raise ValueError(f"--gpus {machine.gpus}: a step has only {step} sequences; use at most {step} GPUs")
     if step % machine.gpus:
-        raise ValueError(f"--gpus {machine.gpus}: does not divide a step of {step} sequences; use a divisor of {step}")
+        raise ValueError(f"--gpus {machine.gpus} does not divide a step of {step} sequences; use a divisor of {step}")
     micro_batch = machine.micro_batch
     if micro_batch is None:
         try:
@@ -124,9 +124,9 @@ def share_out(config: RunConfig, machine: Machine) -> LocalBatch:
 
 
 def memory(config: RunConfig, machine: Machine, dtype: torch.dtype, *, gpu: bool) -> dict[str, dict[str, int]]:
-    """Return one GPU's bytes at the peak of each layout, by part, with their total as `peak`.
+    """Return the peak memory of one GPU in bytes, keyed by layout and then by part, with the total as `peak`.
 
-    dtype: the dtype of matrix products. The allocator's overhead is not included.
+    dtype: the dtype of matrix multiplications. The allocator's overhead is not included.
     """
     gpus, rule, local = machine.gpus, config.model.rule, share_out(config, machine)
     tokens = local.batch_size * config.model.context
@@ -148,7 +148,7 @@ def memory(config: RunConfig, machine: Machine, dtype: torch.dtype, *, gpu: bool
         model = GPT(config.model, dtype)
     optimizers = make_optimizers(model.named_parameters(), config.optim, config.model.d_model)
     state = sum(tensor.nbytes for tensor in optimizers.tensors().values()) // gpus
-    # The batch that Muon works on: the momentum's lookahead, two iterates and their Gram matrices.
+    # Muon works on one batch of matrices at a time, with their lookahead momentum, two iterates and Gram matrices.
     alike: Counter[torch.Size] = Counter()
     for weight in model.parameters():
         alike[weight.shape[-2:]] += weight.numel()
@@ -159,7 +159,7 @@ def memory(config: RunConfig, machine: Machine, dtype: torch.dtype, *, gpu: bool
     counts = parameter_counts(config.model)
     total, routed, within = counts["total"], counts["routed_experts"], sum(blocks)
     split = 1 if rule is None else config.train.expert_parallel
-    if rule is not None and split == 1:  # as far as the layout can split experts
+    if rule is not None and split == 1:  # assume that experts are split as far as the GPUs allow
         split = math.gcd(gpus, rule.num_experts)
     sent = 2 * bound * config.model.d_model * dtype.itemsize  # tokens are sent, received and sent back
     found = {}

@@ -189,7 +189,7 @@ def test_scores_that_are_not_finite_are_refused_by_layer_and_expert() -> None:
         ("expert_choice", ["--tokens", "0"], "--tokens: expected a whole number of at least 1, not 0"),
         ("expert_choice", ["--seed", "-1"], "--seed: expected a whole number of at least 0, not -1"),
         ("expert_choice", ["--experts-per-token", "5"], "experts_per_token=5.0"),
-        ("expert_choice", ["--to", "{made}"], "--to {made}: already exists; name another folder"),
+        ("expert_choice", ["--to", "{made}"], "--to {made} already exists; name another folder"),
         ("expert_choice", ["--batch-size", "1", "--experts-per-token", "0.01"], "pool of 64 tokens: k = "),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_damaged_file_is_named_by_export(evaluated: Path, copy: Path, refused:
     (copy / "evaluation.json").unlink()
     records = [record | {"loss": "x"} for record in lines(copy / "metrics.jsonl") if record["split"] == "validation"]
     write_lines(copy / "metrics.jsonl", records)
-    refused(export, f"{copy / 'metrics.jsonl'}: damaged")
+    refused(export, f"{copy / 'metrics.jsonl'} is damaged")
 
 
 def test_a_damaged_loss_is_named_before_anything_is_drawn(copy: Path) -> None:
@@ -157,10 +157,10 @@ def test_a_damaged_loss_is_named_before_anything_is_drawn(copy: Path) -> None:
         record = next(record for record in map(json.loads, whole.splitlines()) if record["split"] == "train")
         put(record, path, value)
         write_lines(copy / "metrics.jsonl", [record])
-        with pytest.raises(ValueError, match=f"{re.escape(str(copy))}: damaged"):
+        with pytest.raises(ValueError, match=f"{re.escape(str(copy))} is damaged"):
             read_methods([RunFolder.open(copy)])
     (copy / "metrics.jsonl").write_bytes(whole)
     with edit(copy / "config.json") as config:
         del config["train"]["steps"]
-    with pytest.raises(ValueError, match=f"{re.escape(str(copy))}: damaged"):
+    with pytest.raises(ValueError, match=f"{re.escape(str(copy))} is damaged"):
         read_methods([RunFolder.open(copy)])

@@ -123,7 +123,7 @@ def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_i
     refused(["data", "tokenize", tmp_path / "tokens"], "is not a folder of Parquet shards")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["  ", "\n"]}), shards / "shard_3.parquet")
     train = ["train", "tiny", "--vocab-size", 270, "--out", tmp_path / "run", "--data"]
-    refused([*train, tmp_path / "text"], "too few tokens for a loss", "--eval-every none")
+    refused([*train, tmp_path / "text"], "too little validation text for a loss", "--eval-every none")
     twice = pyarrow.table([["a"], ["b"]], names=["text", "text"])
     pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
     refused([*train, tmp_path / "twice.parquet"], "several columns data.text_field='text'")

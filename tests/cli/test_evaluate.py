@@ -329,7 +329,7 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["threshold", "--bundle", "nowhere"], "nowhere: not an eval bundle, since core.yaml is missing"),
+        (["threshold", "--bundle", "nowhere"], "nowhere is not an eval bundle: core.yaml is missing"),
         (["threshold", "--bundle", "bundle", "--tasks", "animal"], "did you mean animals?"),
         (["threshold", "--bundle", "bundle", "--max-per-task", 1], "copy shows 1 solved examples"),
         (["threshold", "--bundle", "bundle", "--max-per-task", 0], "--max-per-task: expected a whole number"),
@@ -346,7 +346,7 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
         (["threshold", "--data", "bundle/eval_data/copy.jsonl"], "line 1 has no text in text_field='text'"),
         (["threshold", "--step", 7], "no checkpoint of step 7"),
         (["nothing"], "no such run folder"),
-        (["threshold", "bare"], "no checkpoint was saved yet"),
+        (["threshold", "bare"], "has no checkpoint yet"),
         ([], "arguments are required: RUN"),
     ],
 )

@@ -444,6 +444,6 @@ def test_the_working_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
     """Regression: the files were in a folder invisible to the shell, whose working directory had been replaced."""
     monkeypatch.chdir(tmp_path)
     for to in (".", tmp_path):
-        with pytest.raises(ValueError, match=f"--to {to}: is the working directory; name a new folder"), new_folder(to):
+        with pytest.raises(ValueError, match=f"--to {to} is the working directory; name a new folder"), new_folder(to):
             pass
     assert not any(tmp_path.iterdir())

@@ -280,7 +280,7 @@ def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         ("--gpus 0", "--gpus: expected a whole number of at least 1, not 0"),
         ("--gpus 17", "--gpus 17: a step has only 16 sequences"),
         ("--gpus 2 --micro-batch 3", "--micro-batch 3 on 2 GPUs does not divide a step of 16 sequences"),
-        ("--gpus 3 --micro-batch 1", "--gpus 3: does not divide a step of 16 sequences"),
+        ("--gpus 3 --micro-batch 1", "--gpus 3 does not divide a step of 16 sequences"),
         ("--gpus 4 --batch-size 2 --accumulation 8", "4 ranks cannot share the 2 sequences"),
         ("--gpus 16 --train.expert-parallel 5", "expert_parallel=5 does not divide the 16 ranks"),
         ("--gpus 3 --batch-size 3 --train.expert-parallel 3", "num_experts=16 cannot be split over 3 ranks"),

@@ -129,7 +129,7 @@ def test_a_run_whose_text_lies_elsewhere_is_resumed(
 
 def test_a_run_without_its_checkpoints_is_not_trained_again(copy: Path, refused: Refused) -> None:
     shutil.rmtree(copy / "checkpoints")
-    refused(["train", "--resume", copy], f"{copy / 'checkpoints'}: missing or empty", "copy")
+    refused(["train", "--resume", copy], f"{copy / 'checkpoints'} is missing or empty", "copy")
     (copy / "report.html").unlink()  # like a run killed before its first checkpoint
     assert et("train", "--resume", copy) == 0
     assert content(copy)[LAST]

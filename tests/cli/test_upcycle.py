@@ -123,7 +123,7 @@ def test_an_invalid_upcycling_is_refused(refused: Refused, tmp_path: Path) -> No
     write_run(tmp_path / "dense", dense())
     for run, options, message in (
         ("experts", [], f"{tmp_path / 'experts'} already has experts"),
-        ("dense", ["--to", tmp_path / "experts"], f"--to {tmp_path / 'experts'}: already exists"),
+        ("dense", ["--to", tmp_path / "experts"], f"--to {tmp_path / 'experts'} already exists"),
         ("dense", ["--num-experts", "0"], "rule.num_experts"),
         ("dense", ["--d-expert", "7"], "d_expert=7 must divide d_feed_forward=64"),
     ):

@@ -95,7 +95,7 @@ def test_without_a_network_there_is_one_clear_line(
 
 def test_without_the_library_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"needs huggingface_hub: .*\[hub\]"):
+    with pytest.raises(ValueError, match=r"access to the Hugging Face hub needs huggingface_hub: .*\[hub\]"):
         download(SET, ["a"], tmp_path)
 
 

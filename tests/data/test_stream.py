@@ -160,7 +160,7 @@ def test_a_position_outside_the_corpus_is_refused() -> None:
     parts = Parts([[5, 5]] * 12)
     for tokens in (parts, parts.parts[0]):
         for position in (Position(0, 0, 99), Position(0, 99, 0), Position(0, -1, 0), Position(-1, 0, 0)):
-            with pytest.raises(ValueError, match="is not in this corpus: resume with the data the run started with"):
+            with pytest.raises(ValueError, match="is not in this corpus: resume with the data that the run"):
                 next(Loader(tokens, 1, 4, seed=0, position=position))
 
 
@@ -336,12 +336,12 @@ def test_a_folder_of_other_tokens_is_left_alone(tmp_path: Path, tokenizer: Token
     corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
     out = tmp_path / "tokens"
     tokenized(corpus, tokenizer, out)
-    with pytest.raises(ValueError, match=r"holds other text or another tokenizer's tokens; name another --out"):
+    with pytest.raises(ValueError, match=r"contains tokens of another text or tokenizer; name another --out"):
         tokenized(corpus, Tokenizer.train(TEXTS, 290), out)
     with pytest.raises(ValueError, match=r"already exists and is not a token folder; name another --out"):
         tokenized(corpus, tokenizer, tmp_path / "shards")
     stored = open_source(str(out))
-    with pytest.raises(ValueError, match=r"holds tokens of a different tokenizer than this run's: give the text"):
+    with pytest.raises(ValueError, match=r"was tokenized with a different tokenizer than this run's: give the text"):
         stored.parts("train", Tokenizer.train(TEXTS, 290))
 
 
@@ -358,8 +358,8 @@ def test_damaged_token_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> 
     tokenized(corpus, tokenizer, out)
     assert path.read_bytes() == whole
     Tokenizer.train(TEXTS, 290).save(out / "tokenizer.json")
-    with pytest.raises(ValueError, match=r"tokenizer.json is not the tokenizer that made these tokens: restore it"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is not the tokenizer of these tokens: restore the file"):
         open_source(str(out))
     (out / "tokens.json").write_text("[]")
-    with pytest.raises(ValueError, match=rf"^{out} holds no tokens that this version can read: create them with et"):
+    with pytest.raises(ValueError, match=rf"^{out} contains no tokens that this version can read: create them with et"):
         open_source(str(out))

@@ -85,7 +85,7 @@ def test_export_writes_over_nothing_and_leaves_nothing_half_done(
     write_run(tmp_path / "run", small_model())
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").touch()
-    with pytest.raises(ValueError, match=r"--to .*folder: already exists; name another folder"):
+    with pytest.raises(ValueError, match=r"--to .*folder already exists; name another folder"):
         export_run(tmp_path / "run", tmp_path / "folder")
 
     def full(*_: object, **__: object) -> None:
@@ -148,14 +148,14 @@ def pad_vocabulary(folder: Path, rows: int = 50) -> None:
             index('{"weight_map": {"a": "../run/config.json"}}'),
             r"lists .\.\./run/config\.json., which is not a file of",
         ),
-        (index('{"weight_map": []}'), r"model\.safetensors\.index\.json: damaged"),
+        (index('{"weight_map": []}'), r"model\.safetensors\.index\.json is damaged"),
         (index('{"weight_map": {"a": 3}}'), r"3: the file is missing"),
-        (index("{"), r"model\.safetensors\.index\.json: damaged \(no 'weight_map'\)"),
-        (config_with(run=[1]), r"config\.json: damaged"),
-        (config_with(run={"step": "ten"}), r"config\.json: damaged \(its run's step is 'ten'\)"),
-        (config_with(run={"step": -1}), r"config\.json: damaged \(its run's step is -1\)"),
-        (config_with(run={"corpus": 3}), r"config\.json: damaged"),
-        (config_with(run={"train": {"a": float("nan")}}), r"config\.json: damaged"),
+        (index("{"), r"model\.safetensors\.index\.json is damaged \(it contains no 'weight_map'\)"),
+        (config_with(run=[1]), r"config\.json is damaged"),
+        (config_with(run={"step": "ten"}), r"config\.json is damaged \(its run's step is 'ten'\)"),
+        (config_with(run={"step": -1}), r"config\.json is damaged \(its run's step is -1\)"),
+        (config_with(run={"corpus": 3}), r"config\.json is damaged"),
+        (config_with(run={"train": {"a": float("nan")}}), r"config\.json is damaged"),
         (complex_head, r"lm_head\.weight is complex"),
         (config_with(d_model=64), r"weights and config\.json disagree"),
         (

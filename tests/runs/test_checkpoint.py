@@ -85,7 +85,7 @@ def test_steps_are_ordered_as_numbers(run: RunFolder) -> None:
 def test_a_run_without_checkpoints_says_so(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "new")
     assert run.latest_checkpoint() is None
-    with pytest.raises(ValueError, match="no checkpoint was saved yet"):
+    with pytest.raises(ValueError, match="has no checkpoint yet"):
         run.load_checkpoint()
 
 
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_not_offered_as_the_one_to_fall_back_on(run: Run
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "pytorch"}, "not a checkpoint of expert-threshold"),
+        ({"format": "pytorch"}, "is damaged or was not written by expert-threshold"),
         ({"version": 2}, "format version 2"),
         ({"step": 99}, "damaged"),
         ({"files": {}}, "damaged"),
@@ -302,7 +302,7 @@ def test_a_checkpoint_on_a_missing_disk_is_not_skipped(run: RunFolder, tmp_path:
     (run.path / "checkpoints/step_000100").unlink()
     shutil.rmtree(move_and_link(run.path / "checkpoints", tmp_path / "disk"))
     for use in (run.latest_checkpoint, run.load_checkpoint, lambda: run.save_checkpoint(150, TENSORS, STATE)):
-        with pytest.raises(ValueError, match=r"checkpoints: links to .*disk/checkpoints, which does not exist"):
+        with pytest.raises(ValueError, match=r"checkpoints is a link to .*disk/checkpoints, which does not exist"):
             use()
 
 
@@ -335,17 +335,17 @@ def test_parts_of_any_ranks_make_the_whole(run: RunFolder, ranks: list[tuple[int
     ("ranks", "message"),
     [
         # As many places as the whole has, of which two came from memory that was never written.
-        ([part(0, 2), part(0, 2), part(4, 6)], "weight is incomplete: parts overlap"),
-        ([part(0, 4), part(3, 6)], "weight is incomplete: parts overlap"),
-        ([part(0, 2)._replace(start=-4), part(2, 6)], "weight is incomplete: parts overlap"),
-        ([part(0, 2), part(4, 6)], "weight is incomplete: files of a rank are missing"),
-        ([part(0, 4)], "weight is incomplete: files of a rank are missing"),
-        ([part(0, 6, (4, 2))], "weight is incomplete: parts reach beyond its end"),
-        ([part(0, 6, (2**50, 2))], "weight is incomplete: files of a rank are missing"),
-        ([part(0, 3), part(3, 6, (7, 2))], "weight is incomplete: its parts belong to different tensors"),
-        ([part(0, 6, (6, 3))], "weight is incomplete: its parts belong to different tensors"),
-        ([part(0, 6, (6,))], "weight is incomplete: its parts belong to different tensors"),
-        ([part(0, 3), part(3, 6)._replace(tensor=WHOLE[3:].half())], "weight is incomplete: its parts belong to"),
+        ([part(0, 2), part(0, 2), part(4, 6)], "weight cannot be restored: its parts overlap"),
+        ([part(0, 4), part(3, 6)], "weight cannot be restored: its parts overlap"),
+        ([part(0, 2)._replace(start=-4), part(2, 6)], "weight cannot be restored: its parts overlap"),
+        ([part(0, 2), part(4, 6)], "weight cannot be restored: files of a rank are missing"),
+        ([part(0, 4)], "weight cannot be restored: files of a rank are missing"),
+        ([part(0, 6, (4, 2))], "weight cannot be restored: its parts extend beyond its end"),
+        ([part(0, 6, (2**50, 2))], "weight cannot be restored: files of a rank are missing"),
+        ([part(0, 3), part(3, 6, (7, 2))], "weight cannot be restored: its parts belong to different tensors"),
+        ([part(0, 6, (6, 3))], "weight cannot be restored: its parts belong to different tensors"),
+        ([part(0, 6, (6,))], "weight cannot be restored: its parts belong to different tensors"),
+        ([part(0, 3), part(3, 6)._replace(tensor=WHOLE[3:].half())], "weight cannot be restored: its parts belong to"),
         ([WHOLE, WHOLE], "weight is also in another rank's file"),
         ([WHOLE, part(0, 6)], "weight is also in another rank's file"),
         ([part(0, 6), WHOLE], "weight is also in another rank's file"),

@@ -347,7 +347,7 @@ def test_weights_of_another_architecture_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 4}, "steps=4 is not above the 8 of"),
+        ({"steps": 4}, "steps=4 is not more than the 8 steps of"),
         ({"batch_size": 4}, "batch_size=4 differs from 2"),
         ({"model": tiny(context=8)}, "context=8 differs from 16"),
         ({"optim": OptimConfig(betas=(0.8, 0.95))}, r"betas=\[0.8, 0.95\] differs"),

@@ -1,4 +1,4 @@
-"""From text to batches: corpora, the tokenizer, and the loader of packed documents."""
+"""Turns text into batches, with corpora, a tokenizer, and a loader that packs documents."""
 
 from .domains import open_held_out
 from .loader import IGNORED, Batch, Loader, Position, pack, windows

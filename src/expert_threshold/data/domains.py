@@ -1,4 +1,4 @@
-"""Text for evaluation: the held-out part of any source, and two question sets as plain text."""
+"""Opens text for evaluation: the held-out part of any source, or one of two question sets as plain text."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .sources import EMBEDDED, Corpus, make_corpus, open_source
 from .token_files import MANIFEST
 
 CODE = "code"
-"""The source that is the embedded corpus without its prose."""
+"""The name of the source that contains only the code of the embedded corpus."""
 
 # GSM8K and HumanEval are recognised by their field names; the value is the separator between the two fields.
 QUESTION_SETS = {("question", "answer"): "\n", ("prompt", "canonical_solution"): ""}
 
 
 def open_held_out(source: str, text_field: str = "text") -> Corpus:
-    """Return a corpus whose validation split is the source's held-out text; it may have no training split.
+    """Return a corpus whose validation split is the source's held-out text. It may have no training split.
 
-    source: as in `DataConfig`, or "code" for only the source files of the embedded corpus. If a source has no
-    validation split, its files named test or validation are held out, or all its files if none has such a name. A line
-    of GSM8K or HumanEval becomes the question followed by the answer. Raises ValueError as `open_source` does.
+    source: as in `DataConfig`, or "code" for only the source code in the embedded corpus. If a source has no validation
+    split, its files named test or validation are held out, or all of its files if none has such a name. A line of GSM8K
+    or HumanEval is converted to the question followed by the answer. Raises ValueError as `open_source` does.
     """
     remedy = "there is nothing to evaluate on, so name another source"
     if source == CODE:
@@ -60,7 +60,7 @@ def _read(path: Path, text_field: str) -> Iterator[str | None]:
 
 
 def _fields(line: str) -> set[str]:
-    """Return the field names of a JSON object, or an empty set for anything else, which `files.read` reports later."""
+    """Return the field names of a JSON object. Return an empty set for anything else, which `files.read` rejects."""
     try:
         record = json.loads(line)
     except ValueError:

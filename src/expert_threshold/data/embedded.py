@@ -1,4 +1,4 @@
-"""The embedded corpus: Python's standard library, its source as code and its documentation as prose."""
+"""The embedded corpus consists of Python's standard library: its source code, and its documentation as prose."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-# Modules and packages present in every Python from 3.11 to 3.14, except `encodings` (tables of numbers) and tests. Some
-# distributions strip tkinter, idlelib and others; missing modules are skipped.
+# Modules and packages of every Python from 3.11 to 3.14, except tests and `encodings`, which consists of tables of
+# numbers. Some distributions remove modules such as tkinter and idlelib; missing modules are skipped.
 MODULES = """
     __future__ _aix_support _collections_abc _compat_pickle _markupbase _osx_support _py_abc _pydecimal _pyio
     _sitebuiltins _strptime _threading_local _weakrefset abc antigravity argparse ast asyncio base64 bdb bisect bz2
@@ -32,19 +32,19 @@ _TESTS = {"test", "tests", "idle_test"}
 
 VALIDATION_SHARE = 0.05
 VALIDATION_BYTES = 400_000
-"""Limits validation to a few seconds."""
+"""The maximum size of the validation split, which keeps a validation to a few seconds."""
 VALIDATION_FILE_BYTES = 50_000
-"""Larger files go to training, so that no single module dominates the validation loss."""
+"""Larger files are used for training, so that no single module dominates the validation loss."""
 
 Document = tuple[str, str]
-"""A document's name, unique in the corpus, and its text."""
+"""The name of a document, which is unique in the corpus, and its text."""
 
 
 def documents(stdlib: Path | None = None) -> tuple[list[Document], list[Document]]:
-    """Return the training and the validation documents, in a fixed order, from the running Python or `stdlib`.
+    """Return the training documents and the validation documents, both in a fixed order.
 
-    A file's source and its docstrings are two documents on the same side of the split, so that nothing leaks. The
-    topics of `pydoc_data` quote each other, so they stay together too. Duplicates, such as empty packages, count once.
+    They come from `stdlib`, or from the running Python by default. The source of a file and its docstrings form two
+    documents of the same split, and so do the topics of `pydoc_data`, which quote each other. Duplicates are dropped.
     """
     root = Path(sysconfig.get_path("stdlib")) if stdlib is None else stdlib
     files: dict[str, list[Document]] = {}
@@ -90,7 +90,7 @@ def _documents(name: str, data: bytes) -> list[Document]:
 
 
 def _topics(tree: ast.Module) -> dict[str, str]:
-    """Return the topics of a file that consists of one assignment, `topics = {name: text, ...}`."""
+    """Return the topics defined in a file that consists of one assignment, `topics = {name: text, ...}`."""
     assigned = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     values = [ast.literal_eval(value) for value in assigned if isinstance(value, ast.Dict)]
     return {topic: text for value in values for topic, text in value.items()}

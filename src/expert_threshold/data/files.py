@@ -1,4 +1,4 @@
-"""Reads documents from a .txt, .jsonl or .parquet file or a folder of them; the first two kinds may be compressed."""
+"""Reads documents from .txt, .jsonl and .parquet files and from folders of them. All but .parquet may be compressed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 SUFFIXES = (".parquet", ".jsonl", ".txt")
-"""The kinds of files, most preferred first. A folder may hold several, since data sets often come with notes."""
+"""The supported kinds of files, in order of preference. A folder may mix them, since data sets come with notes."""
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 
@@ -37,16 +37,16 @@ def kind(path: Path) -> str:
 
 
 def find(path: Path) -> list[Path]:
-    """Return `path` if it is a file, or the non-hidden files of one kind below that folder, sorted by path.
+    """Return `path` if it is a file. If it is a folder, return all visible files of one kind in it, sorted by path.
 
-    Links are followed. A dangling link is returned too, so that reading it raises FileNotFoundError.
+    Links are followed. Dangling links are returned too, so that reading them raises FileNotFoundError.
     Raises ValueError if there is nothing to read, and OSError if a folder cannot be read.
     """
     if path.is_dir():
         visible, seen = [], set()
         for folder, folders, names in os.walk(path, onerror=_refuse, followlinks=True):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
-            if (real := os.path.realpath(folder)) in seen:  # a link to a parent folder would never end
+            if (real := os.path.realpath(folder)) in seen:  # following a link to a parent folder would never end
                 folders.clear()
                 continue
             seen.add(real)
@@ -78,7 +78,7 @@ def held_out(root: Path, paths: Sequence[Path], words: str = HELD_OUT) -> list[P
 
 
 def read(path: Path, text_field: str) -> Iterator[str | None]:
-    """Yield the documents of one file: the whole text, or `text_field` of each line or row, with None for a null.
+    """Yield the documents of a file: its whole text, or the `text_field` of each line or row, with None for nulls.
 
     Raises ValueError if the file does not match its suffix or lacks the field.
     """
@@ -94,10 +94,10 @@ def read(path: Path, text_field: str) -> Iterator[str | None]:
 
 
 def sections(path: Path) -> Iterator[str]:
-    """Yield one long text as documents, each cut at the first blank line after 8 KiB or line end after 16 KiB.
+    """Split a long text into documents, at the first blank line after 8 KiB or the first line end after 16 KiB.
 
-    A line longer than 16 KiB is cut at whitespace, such as the carriage returns of old Macintosh files. Concatenating
-    the documents restores the text.
+    A line that is longer than 16 KiB is split at whitespace, which includes the carriage returns of old Macintosh
+    files. Concatenating the documents restores the text.
     """
     section: list[str] = []
     size = 0
@@ -165,13 +165,13 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str | None]:
 
 
 class RowGroup(NamedTuple):
-    """A row group of a Parquet file, readable on its own. `bytes` is the size of its text, to about one percent."""
+    """A row group of a Parquet file. `bytes` is the size of its text, which is accurate to about one percent."""
 
     path: Path
     number: int
     documents: int
     bytes: int
-    nulls: int  # rows without text; 0 if the footer does not count them
+    nulls: int  # number of rows without text; 0 if the footer does not record it
 
 
 def row_groups(path: Path, text_field: str) -> list[RowGroup]:
@@ -189,7 +189,7 @@ def row_groups(path: Path, text_field: str) -> list[RowGroup]:
 
 
 def footer(path: Path) -> bytes:
-    """Return the footer of a Parquet file. It lists all offsets and sizes, which identify the contents."""
+    """Return the footer of a Parquet file. It lists all offsets and sizes, and so identifies the file's contents."""
     with path.open("rb") as file:
         file.seek(-8, os.SEEK_END)
         length = int.from_bytes(file.read(4), "little")
@@ -199,7 +199,7 @@ def footer(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class Shards:
-    """A corpus of Parquet shards. `hash` covers their names, sizes and footers, and the name of the text column."""
+    """A corpus of Parquet shards. `hash` is computed from their names, sizes and footers and from `text_field`."""
 
     groups: tuple[RowGroup, ...]
     text_field: str
@@ -211,7 +211,7 @@ class Shards:
 
     @property
     def bytes(self) -> int:
-        """The number of bytes of text, to about one percent."""
+        """The number of bytes of text, accurate to about one percent."""
         return sum(group.bytes for group in self.groups)
 
     def read(self, group: int) -> Iterator[str]:
@@ -226,9 +226,9 @@ class Shards:
 
 
 def open_shards(paths: Sequence[Path], text_field: str) -> Shards:
-    """Return the shards, reading only their footers.
+    """Open Parquet files as the shards of a corpus, reading only their footers.
 
-    Raises ValueError naming the shard if one is damaged, is empty or lacks the column.
+    Raises ValueError, naming the file, if one is damaged or empty, or if it lacks the column.
     """
     digest = hashlib.sha256(f"{text_field}\n".encode())
     groups: list[RowGroup] = []
@@ -263,11 +263,11 @@ def _parquet_file(path: Path, text_field: str) -> Iterator[pyarrow.parquet.Parqu
                 f"{path} has no column text_field={text_field!r}: its columns are: {', '.join(columns.names)}"
             )
         if columns.names.count(text_field) > 1:
-            raise ValueError(f"{path} has several columns text_field={text_field!r}: rewrite it with only one")
+            raise ValueError(f"{path} has several columns text_field={text_field!r}: rewrite it with only one of them")
         held = columns.field(text_field).type
         values = held.value_type if isinstance(held, pyarrow.DictionaryType) else held  # pandas' categoricals
         if str(values) not in _TEXTS:
-            raise ValueError(f"{path}, column text_field={text_field!r} holds {held}: name a column of strings")
+            raise ValueError(f"{path}, column text_field={text_field!r} contains {held}: name a column of strings")
         yield file
 
 

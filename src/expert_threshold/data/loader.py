@@ -1,4 +1,4 @@
-"""Packs documents into one stream of tokens and cuts batches from it; threads prepare its blocks in advance."""
+"""Packs documents into a stream of tokens and cuts batches from it. Threads prepare blocks of the stream in advance."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ IGNORED = -1
 _CHUNK_BYTES = 4_000_000
 
 BLOCK_BYTES = 32 << 20
-"""Bytes of text in a block, about 7 million tokens. A batch's rows come from one block, so a block is far larger."""
+"""Bytes of text in a block, about 7 million tokens. Since shuffling is within blocks, they are larger than batches."""
 
 AHEAD_BLOCKS = 4
-"""The maximum number of blocks prepared at a time."""
+"""The maximum number of blocks that are prepared in advance."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """The start of the next batch, as a row in a block of an epoch."""
+    """The position at which the next batch starts: a row in a block of an epoch."""
 
     epoch: int = 0
     row: int = 0
@@ -43,7 +43,7 @@ class Position:
 
 
 class Batch(NamedTuple):
-    """Token ids, and as targets the ids that follow them; both int64, `(batch, context)` if from a `Loader`."""
+    """Token ids and their targets, which are the ids that follow. Both are int64; from a `Loader`, (batch, context)."""
 
     tokens: Tensor
     targets: Tensor
@@ -56,9 +56,9 @@ def pack(
     progress: Callable[[int, int], None] | None = None,
     max_tokens: int | None = None,
 ) -> Tokens:
-    """Return the documents of a split as tokens in memory; `progress` receives the bytes done and the total.
+    """Tokenize the documents of a split into memory. `progress` is called with the bytes done and the total.
 
-    max_tokens: stop after the part that reaches this number; None packs the whole split.
+    max_tokens: stop after the part in which this number is reached. None packs the whole split.
     """
     packed = [no_tokens(id_type(tokenizer.vocab_size))]
     tokens = done = 0
@@ -81,7 +81,7 @@ def _in_parts(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> Iterator[To
 
 
 def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Yield the texts in lists of a few megabytes, which keep threads busy and memory bounded."""
+    """Yield lists of texts, each of a few megabytes: enough to keep threads busy without using much memory."""
     chunk: list[str] = []
     size = 0
     for text in texts:
@@ -95,9 +95,9 @@ def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 class _Rows:
-    """A block of an epoch, whose documents are shuffled by seed, epoch and block and then cut into rows.
+    """A block of an epoch. Its documents are shuffled, depending on seed, epoch and block, and then cut into rows.
 
-    Rows are shuffled too, so that neighbours in a batch come from different documents even if these are long.
+    The rows are shuffled too, so that neighbours in a batch come from different documents even if documents are long.
     """
 
     def __init__(self, tokens: Tokens, context: int, seed: int, epoch: int, block: int) -> None:
@@ -144,7 +144,7 @@ class _Rows:
 
 
 def rows_per_epoch(tokens: Tokens, context: int) -> int:
-    """Return the number of rows of `context` targets in an epoch, a partial last row included."""
+    """Return the number of rows of `context` targets in an epoch, including a partial last row."""
     return -(-len(tokens) // context)
 
 
@@ -155,7 +155,7 @@ def shuffled(count: int, *seed: int) -> npt.NDArray[np.int64]:
 
 
 class Whole:
-    """A split in memory, as a single block, with the same methods as `Stream`."""
+    """A split in memory, which consists of a single block. It has the same methods as `Stream`."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -171,11 +171,11 @@ class Whole:
 
 
 class Stream:
-    """A split whose parts are shuffled by seed and epoch, and grouped into blocks of about BLOCK_BYTES of text.
+    """A split whose parts are shuffled for each epoch and grouped into blocks of about BLOCK_BYTES of text.
 
-    threads: number of threads that read and tokenize ahead. group: ranks that share this work; each rank reads some
-    parts and sends their tokens to the other ranks when a block starts. None reads everything on this rank. Neither
-    changes a block's contents. If one rank cannot read a part, all ranks raise ValueError.
+    threads: number of threads that read and tokenize in advance. group: the ranks that share this work; each rank reads
+    some of the parts, and sends their tokens to the other ranks when a block starts. None reads everything on this
+    rank. Neither option changes the contents of a block. If one rank cannot read a part, all ranks raise ValueError.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Stream:
         return len(self._layout(epoch))
 
     def load(self, epoch: int, block: int) -> Tokens:
-        """Return any block, and prefetch the blocks that follow it."""
+        """Return the tokens of a block, and prefetch the blocks that follow it."""
         if (epoch, block) not in self._ahead:
             self._forget()
             self._begin(epoch, block)
@@ -222,7 +222,7 @@ class Stream:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _layout(self, epoch: int) -> list[npt.NDArray[np.int64]]:
-        """Return the parts of each block."""
+        """Return, for each block of an epoch, the numbers of its parts."""
         if epoch not in self._layouts:
             order = shuffled(len(self._bytes), self._seed, epoch, 2)
             ends = np.cumsum(self._bytes[order])
@@ -246,7 +246,7 @@ class Stream:
             self._ahead[epoch, block] = [self._pool.submit(self._parts.read, int(part)) for part in mine]
 
     def _finish(self, futures: list[Future[Tokens]]) -> tuple[Tokens, str]:
-        """Return this rank's share of a block, and an error message that is empty on success."""
+        """Return this rank's share of a block, and an error message, which is empty on success."""
         nothing = no_tokens(self._parts.dtype)
         try:
             return join([nothing, *(future.result() for future in futures)]), ""
@@ -260,7 +260,7 @@ class Stream:
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the values of all ranks in rank order; without a group, this value alone."""
+    """Return the values of all ranks in rank order, or only this value if there is no group."""
     if group is None:
         return [value]
     found: list[Any] = [None] * group.size()
@@ -271,13 +271,13 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 class Loader(Iterator[Batch]):
     """An endless iterator over batches of packed documents; each epoch reshuffles the documents and their rows.
 
-    tokens: a split in memory, which is one block, or in parts, which `threads` threads read and tokenize ahead. A block
-    then holds about 32 MB of text, from parts all over the split.
+    tokens: a split in memory, which forms one block, or a split in parts, which `threads` threads read and tokenize in
+    advance. In the second case, a block contains about 32 MB of text from random parts. group: as in `Stream`.
 
-    Row r of the global batch of `ranks * batch_size` rows is the block's row `position.row + r`, continuing into the
-    next block and epoch; rank i gets rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once per
-    epoch. A block's last row is padded with the block's first tokens, whose targets are IGNORED. A batch depends only
-    on the position, not on earlier batches, threads or the group. group: as in `Stream`.
+    Row r of the global batch of `ranks * batch_size` rows is row `position.row + r` of the block, continuing into the
+    next block and epoch. Rank i gets rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once per
+    epoch. The last row of a block is padded with the block's first tokens, whose targets are IGNORED. A batch depends
+    only on the position, and not on earlier batches, the threads or the group.
 
     Raises ValueError if the tokens do not fill one row, the position is out of range, or a part is damaged.
     """
@@ -299,7 +299,7 @@ class Loader(Iterator[Batch]):
         assert context > 0
         assert 0 <= rank < ranks
         self.position = position
-        self.targets = 0  # number of targets in the last batch over all ranks, without IGNORED ones
+        self.targets = 0  # number of targets in the last batch over all ranks, excluding IGNORED ones
         self._batch_size = batch_size
         self._context = context
         self._seed = seed
@@ -319,7 +319,7 @@ class Loader(Iterator[Batch]):
             self._blocks = Stream(tokens, seed, threads=threads, group=group)
 
     def seek(self, position: Position) -> None:
-        """Continue from a position. Raises ValueError if the corpus has no such position."""
+        """Continue from the given position. Raises ValueError if the corpus has no such position."""
         self._rows_at(position)
         self.position = position
 
@@ -366,11 +366,11 @@ class Loader(Iterator[Batch]):
             rows = self._now[1]
             if 0 <= position.row < max(len(rows), 1):
                 return rows
-        raise ValueError(f"{position} is not in this corpus: resume with the data the run started with")
+        raise ValueError(f"{position} is not in this corpus: resume with the data that the run started with")
 
 
 def windows(tokens: Tokens, context: int) -> Iterator[Batch]:
-    """Yield validation rows of shape `(context,)` in document order; every token but the first is a target once.
+    """Yield validation rows of shape `(context,)` in document order. Every token except the first is a target once.
 
     The last window is padded with `IGNORED` targets.
     """

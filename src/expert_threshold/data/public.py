@@ -1,6 +1,6 @@
-"""Public data sets: their addresses, their downloads, and where they are in the cache folder.
+"""Downloads public data sets into the cache folder, and finds them there later.
 
-Data sets come from the Hugging Face hub, the CORE bundle from its own server. A file gets its name only when complete.
+Data sets come from the Hugging Face hub, and the CORE bundle from another server. A file gets its name when complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]
 FINEWEB_EDU = "fineweb-edu"
 FINEWEB_EDU_DATASET = "karpathy/fineweb-edu-100b-shuffle"
 FINEWEB_EDU_SHARDS = 1823
-"""The number of shards; the last one is the validation split, however many others are downloaded."""
+"""The number of shards. The last one is the validation split, however many of the others are downloaded."""
 
 HUB = "hub"
 """The subfolder for other data sets from the Hugging Face hub."""
@@ -42,23 +42,23 @@ CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 CORE_FOLDER = "eval_bundle"
 """The bundle's folder in the archive."""
 MOST_BYTES = 2 << 30
-"""The most that is unpacked, ten times the bundle's size: a damaged or hostile archive could fill the disk."""
+"""The maximum number of bytes to unpack, ten times the bundle's size. A hostile archive could fill the disk."""
 
 
 def cache_folder() -> Path:
-    """Return the folder named in EXPERT_THRESHOLD_CACHE, or by default expert-threshold in the user's cache.
+    """Return the folder named in EXPERT_THRESHOLD_CACHE, by default `expert-threshold` in the user's cache folder.
 
     Raises ValueError if the path needs a home folder and there is none.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = expand(os.environ.get(VARIABLE) or f"{caches}/expert-threshold")
     if str(folder).startswith("~"):
-        raise ValueError(f"there is no home folder for the cache {folder}: name another cache in {VARIABLE}")
+        raise ValueError(f"the cache {folder} needs a home folder, but there is none: name another cache in {VARIABLE}")
     return folder.absolute()
 
 
 def require_writable(folder: Path, remedy: str = f"name another cache in {VARIABLE}") -> Path:
-    """Return the folder, created if needed. Raises ValueError with the remedy if it is not writable."""
+    """Return the folder after creating it if needed. Raises ValueError with the remedy if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -69,14 +69,14 @@ def require_writable(folder: Path, remedy: str = f"name another cache in {VARIAB
 
 
 class Remote(NamedTuple):
-    """A file of a data set. The hub records the SHA-256 of large files only; for small files it is None."""
+    """A file of a data set. For small files, the hub does not record a SHA-256, and it is None."""
 
     size: int
     sha256: str | None
 
 
 def list_files(dataset: str) -> dict[str, Remote]:
-    """Return the files of a data set, by path. Raises ValueError as `download` does."""
+    """Return the files of a data set, keyed by path. Raises ValueError as `download` does."""
     with hub_errors(dataset) as hub:
         entries = hub.HfApi().list_repo_tree(dataset, recursive=True, repo_type="dataset")
         files = [entry for entry in entries if hasattr(entry, "size")]  # folders have no size
@@ -86,9 +86,9 @@ def list_files(dataset: str) -> dict[str, Remote]:
 def download(dataset: str, names: Sequence[str], folder: Path, progress: Progress = lambda done, total: None) -> None:
     """Download the named files of a data set that are missing from a folder, and check their SHA-256.
 
-    Interrupted downloads are resumed. If a file fails, the ones before it stay, so the next call continues from there.
-    Raises ValueError if the hub is unreachable or refuses a file, or if huggingface_hub is missing, and OSError if the
-    disk is full.
+    Interrupted downloads are resumed. If a download fails, the completed files are kept, and the next call continues
+    from there. Raises ValueError if the hub is unreachable or refuses a file, or if huggingface_hub is missing. Raises
+    OSError if the disk is full.
     """
     missing = [name for name in names if not (folder / name).exists()]
     if not missing:
@@ -113,7 +113,7 @@ def download(dataset: str, names: Sequence[str], folder: Path, progress: Progres
 
 
 def _bar(hub: Any, progress: Progress, done: int, total: int) -> type:
-    """Return the class of a progress bar that draws nothing and reports `done` plus the bytes received since."""
+    """Return a progress bar class that draws nothing, but reports `done` plus the bytes received since then."""
 
     class Bar(hub.utils.tqdm):
         arrived = 0
@@ -129,7 +129,7 @@ def _bar(hub: Any, progress: Progress, done: int, total: int) -> type:
 
 
 def _check(part: Path, dataset: str, sha256: str | None) -> None:
-    """Remove a file whose SHA-256 is not `sha256`, and raise ValueError."""
+    """Raise ValueError, after removing the file, if its SHA-256 is not `sha256`."""
     if sha256 is None:
         return
     with part.open("rb") as file:
@@ -143,12 +143,12 @@ def _check(part: Path, dataset: str, sha256: str | None) -> None:
 
 @contextmanager
 def hub_errors(name: str, what: str = "downloaded from") -> Iterator[Any]:
-    """Yield huggingface_hub, and convert its errors, which share no base class, to ValueError."""
+    """Yield the huggingface_hub module, and convert its errors, which share no base class, to ValueError."""
     try:
         import huggingface_hub as hub
         import huggingface_hub.utils
     except ImportError:
-        raise ValueError(f"the Hugging Face hub needs huggingface_hub: {install('hub')}") from None
+        raise ValueError(f"access to the Hugging Face hub needs huggingface_hub: {install('hub')}") from None
     try:
         yield hub
     except Exception as error:
@@ -179,7 +179,7 @@ def fetch(url: str, path: Path, progress: Progress = lambda done, total: None) -
             raise
         reason = getattr(error, "reason", error)
         raise ValueError(
-            f"{url} cannot be downloaded ({reason}): check the network and try again, or put it in {path.parent}"
+            f"{url} cannot be downloaded ({reason}): check the network and try again, or put the file in {path.parent}"
         ) from None
 
 
@@ -190,9 +190,9 @@ def fineweb_edu_shards(cache: Path, shards: int) -> list[Path]:
 
 
 def fetch_dataset(cache: Path, name: str, pattern: str, progress: Progress) -> Path:
-    """Download the text files of a data set on the Hugging Face hub whose paths match; return their folder.
+    """Download the files of a Hugging Face data set whose paths match `pattern`, and return their folder.
 
-    Parquet is preferred to JSON lines, and JSON lines to plain text. Raises ValueError as `download` does.
+    Parquet is preferred to JSON Lines, and JSON Lines to plain text. Raises ValueError as `download` does.
     """
     matching = [path for path in list_files(name) if fnmatch(path, pattern)]
     names = next((found for suffix in SUFFIXES if (found := [n for n in matching if kind(Path(n)) == suffix])), None)
@@ -216,7 +216,7 @@ def fetch_fineweb_edu(cache: Path, shards: int, progress: Progress) -> list[Path
 
 
 def downloaded_fineweb_edu() -> list[Path]:
-    """Return the shards in the user's cache; the last one is for validation. Raises ValueError if there are none."""
+    """Return the shards in the user's cache, the last of which is for validation. Raises ValueError if none exist."""
     folder = cache_folder() / FINEWEB_EDU
     paths = sorted(folder.glob("shard_*.parquet"))
     if len(paths) < 2 or paths[-1] != fineweb_edu_shards(cache_folder(), 1)[-1]:
@@ -240,7 +240,7 @@ def fetch_core(cache: Path, progress: Progress) -> Path:
 
 
 def core_bundle() -> Path | None:
-    """Return the folder of the eval bundle in the user's cache, or None if it was not downloaded."""
+    """Return the folder of the eval bundle in the user's cache, or None if it has not been downloaded."""
     with suppress(ValueError):  # no home folder
         if (bundle := cache_folder() / CORE).is_dir():
             return bundle
@@ -248,7 +248,7 @@ def core_bundle() -> Path | None:
 
 
 def unzip(archive: Path, folder: Path, top: str) -> None:
-    """Unpack the archive's folder `top` as `folder`, atomically. Raises ValueError if it is damaged or lacks `top`."""
+    """Unpack the archive's folder `top` to `folder` atomically. Raises ValueError if it is damaged or lacks `top`."""
     try:
         with zipfile.ZipFile(archive) as file, new_folder(folder) as temporary:
             members = [member for member in file.infolist() if member.filename.startswith(f"{top}/")]

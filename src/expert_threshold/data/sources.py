@@ -1,4 +1,4 @@
-"""Corpora: documents in two splits, from the embedded standard library or from files."""
+"""Corpora are documents in two splits, which come from the embedded standard library or from files."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Reader = Callable[[], Iterator[embedded.Document]]
 @dataclass(frozen=True)
 class DataConfig:
     """Data options. The embedded corpus, folders of Parquet shards, and folders with files named validation or test
-    have a validation split. Of any other text, a fraction VALIDATION_SHARE of the documents is held out.
+    have a validation split. From any other text, a fraction VALIDATION_SHARE of the documents is held out.
     """
 
     source: str = option(
         EMBEDDED,
         "Text to train on: embedded (Python's standard library), fineweb-edu (after et data has downloaded it), or the "
-        "path of a .txt or .jsonl file (also as .gz or .zst), a .parquet file, a folder of such files, or a folder of "
-        "tokens.",
+        "path of a .txt or .jsonl file (which may be compressed as .gz or .zst), a .parquet file, a folder of such "
+        "files, or a folder of tokens.",
     )
-    text_field: str = option("text", "Field or column that holds the text in .jsonl and .parquet files.")
+    text_field: str = option("text", "Name of the field or column that contains the text in .jsonl and .parquet files.")
     train_shards: Count | None = option(
-        None, "Number of shards to train on, for fineweb-edu or a folder of Parquet files. Defaults to all."
+        None, "Number of shards to train on if the text is fineweb-edu or a folder of Parquet files. Defaults to all."
     )
 
     def __post_init__(self) -> None:
@@ -55,10 +55,10 @@ class Size(NamedTuple):
 class Corpus:
     """Documents in two splits. `hash` is the sha256, in hex, of the names, contents and splits of all documents.
 
-    Shards are read on demand, so their `hash` covers only names and footers, and `sizes` are accurate to about one
-    percent. `parts` returns a split's parts for a tokenizer, to be read on demand; it is None if the corpus fits into
-    memory. `tokenizer` is the one stored with the text; if `tokenized`, no other fits. `train_shards` is the number of
-    training shards. `notes` point out what a user might not expect, such as files that were left out.
+    Shards are read on demand, so `hash` covers only their names and footers, and `sizes` are accurate to about one
+    percent. `parts` returns the parts of a split, tokenized with a given tokenizer on demand; it is None if the corpus
+    fits into memory. `tokenizer` is the tokenizer stored with the text; a `tokenized` corpus works with no other one.
+    `train_shards` is the number of training shards. `notes` mention what a user might not expect.
     """
 
     name: str
@@ -76,8 +76,8 @@ class Corpus:
         return (text for _, text in self.readers[split]())
 
     def beginning(self, characters: int, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
-        """Yield the training split's texts up to `characters` in all, truncating the last text. `progress` receives
-        the number of characters read and the total.
+        """Yield the first `characters` characters of the training split, text by text. `progress` is called with the
+        number of characters read and the total.
         """
         read, total = 0, min(characters, self.sizes["train"].bytes)
         for text in self.documents("train"):
@@ -90,7 +90,7 @@ class Corpus:
 
     @property
     def bytes(self) -> int:
-        """The UTF-8 bytes of both splits."""
+        """The number of UTF-8 bytes in both splits."""
         return sum(size.bytes for size in self.sizes.values())
 
     def describe(self) -> str:
@@ -108,10 +108,10 @@ def open_source(
     text_field: str = "text",
     train_shards: int | None = None,
 ) -> Corpus:
-    """Return the corpus of a source. Sources other than shards are read through once, so that errors show up early.
+    """Return the corpus of a source. See `DataConfig` for the arguments.
 
-    Arguments: see `DataConfig`. Raises ValueError naming the path and the remedy if anything is missing, empty,
-    damaged or not UTF-8.
+    Sources other than shards are read completely, so that errors show up early. Raises ValueError, naming the path and
+    the remedy, if anything is missing, empty, damaged or not UTF-8.
     """
     config = DataConfig(source, text_field, train_shards)
     if config.source == FINEWEB_EDU:
@@ -157,9 +157,9 @@ def open_source(
 
 
 def _split_by_name(root: Path, paths: Sequence[Path]) -> tuple[dict[Split, list[Path]], list[str]]:
-    """Return the files of each split, if some but not all files are named test or validation, and notes on the choice.
+    """Assign files to splits if some, but not all, are named test or validation. Also return notes about the choice.
 
-    Files named test are used for validation only if none is named validation.
+    Files named test are used for validation only if no file is named validation.
     """
     held_out = files.held_out(root, paths)
     if not held_out:
@@ -179,7 +179,7 @@ def _about_nulls(nulls: int) -> list[str]:
 
 
 def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
-    """Return the corpus of shards. The last shard is for validation, unless file names say which ones are."""
+    """Return a corpus of shards. The last shard is for validation unless file names determine the splits."""
     root = expand(config.source) if config.source != FINEWEB_EDU else paths[0].parent
     by_name, notes = _split_by_name(root, paths)
     by_name = by_name or {"train": list(paths[:-1]), "validation": list(paths[-1:])}
@@ -191,7 +191,7 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
     train = files.open_shards(by_name["train"][:number], config.text_field)
     validation = files.open_shards(by_name["validation"], config.text_field)
     shards: dict[Split, files.Shards] = {"train": train, "validation": validation}
-    # Shards may lie in a subfolder.
+    # Shards may be in a subfolder, and the tokenizer in either folder.
     beside = next((folder / TOKENIZER for folder in (root, paths[0].parent) if (folder / TOKENIZER).is_file()), None)
     return Corpus(
         config.source,
@@ -210,7 +210,7 @@ def _open_tokens(name: str, folder: Path) -> Corpus:
 
     def with_tokenizer(split: Split, tokenizer: Tokenizer) -> Parts:
         if tokenizer.hash != ours.hash:
-            raise ValueError(f"{name} holds tokens of a different tokenizer than this run's: give the text itself")
+            raise ValueError(f"{name} was tokenized with a different tokenizer than this run's: give the text itself")
         return parts[split]
 
     return Corpus(
@@ -237,7 +237,7 @@ def absolute(source: str) -> str:
 
 
 def _rows(root: Path, paths: Sequence[Path], text_field: str) -> Iterator[tuple[str, str | None]]:
-    """Yield texts named by path below `root` and index in the file; a lone text file is cut into sections."""
+    """Yield texts with names made of the path below `root` and an index. A lone .txt file is cut into sections."""
     for path in paths:
         name = path.name if path == root else path.relative_to(root).as_posix()
         alone = files.kind(path) == ".txt" and len(paths) == 1
@@ -251,7 +251,7 @@ def _hash_share(text: str) -> float:
 
 
 def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str, notes: Sequence[str] = ()) -> Corpus:
-    """Read all documents once and return the corpus. Raises ValueError that ends in the remedy if a split is empty."""
+    """Read all documents once and return the corpus. Raises ValueError with the remedy if a split is empty."""
     digest = hashlib.sha256()
     sizes: dict[Split, Size] = {}
     for split, read in readers.items():

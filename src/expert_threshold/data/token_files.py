@@ -1,4 +1,4 @@
-"""Tokens on disk: shards that are tokenized once, with one file per part."""
+"""Stores tokens on disk, in one file per part, so that shards are tokenized only once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTINUE = "remove it and continue with et data tokenize"
 
 @dataclass(frozen=True)
 class TokenParts:
-    """A split of a token folder. bytes: the size of each part's text, as recorded in its shard."""
+    """A split of a token folder. bytes: the size of each part's text, as recorded in the manifest."""
 
     folder: Path
     bytes: Sequence[int]
@@ -38,7 +38,7 @@ class TokenParts:
         return Tokens(ids, offsets, int(size))
 
     def texts(self, tokenizer: Tokenizer) -> Iterator[str]:
-        """Yield the documents' texts."""
+        """Yield the texts of all documents."""
         for part in range(len(self.bytes)):
             tokens = self.read(part)
             for start, end in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True):
@@ -53,10 +53,10 @@ def write_tokens(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Tokenize every part of every split into a folder, skipping parts that it already contains.
+    """Tokenize every part of every split into a folder, skipping the parts that it already contains.
 
-    about: facts about the text for the manifest. Raises ValueError if the folder holds other text or another
-    tokenizer's tokens, or if a part is damaged.
+    about: facts about the text, which are added to the manifest. Raises ValueError if the folder contains tokens of
+    another text or tokenizer, or if a part is damaged.
     """
     manifest = {
         "format": FORMAT,
@@ -70,10 +70,10 @@ def write_tokens(
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / MANIFEST).exists():
         if read_json(folder / MANIFEST) | {"finished": False} != manifest:
-            raise ValueError(f"--out {folder}: holds other text or another tokenizer's tokens; name another --out")
+            raise ValueError(f"--out {folder} contains tokens of another text or tokenizer; name another --out")
     elif any(folder.iterdir()):
-        raise ValueError(f"--out {folder}: already exists and is not a token folder; name another --out")
-    replace_json(folder / MANIFEST, manifest)  # first, so that the folder can be continued even after a full disk
+        raise ValueError(f"--out {folder} already exists and is not a token folder; name another --out")
+    replace_json(folder / MANIFEST, manifest)  # written first, so that the work can be continued even after a full disk
     tokenizer.save(folder / TOKENIZER)
     total, done = sum(sum(parts.bytes) for parts in splits.values()), 0
     for split, parts in splits.items():
@@ -97,11 +97,11 @@ def open_tokens(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Toke
     """Return the manifest, the tokenizer and the splits of a token folder. Raises ValueError if it is unfinished."""
     manifest = read_json(folder / MANIFEST)
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ValueError(f"{folder} holds no tokens that this version can read: create them with et data tokenize")
+        raise ValueError(f"{folder} contains no tokens that this version can read: create them with et data tokenize")
     if not manifest["finished"]:
         raise ValueError(f"{folder} is not finished: resume with et data tokenize --out {folder}")
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     if tokenizer.hash != manifest["tokenizer"]:
-        raise ValueError(f"{folder / TOKENIZER} is not the tokenizer that made these tokens: restore it from a copy")
+        raise ValueError(f"{folder / TOKENIZER} is not the tokenizer of these tokens: restore the file from a copy")
     dtype = id_type(tokenizer.vocab_size)
     return manifest, tokenizer, {s: TokenParts(folder / s, sizes, dtype) for s, sizes in manifest["bytes"].items()}

@@ -1,4 +1,4 @@
-"""Byte-level BPE: rustbpe learns the merges, tiktoken applies them."""
+"""A tokenizer with byte-level BPE. rustbpe learns the merges, and tiktoken applies them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .tokenizer_json import digest, from_tokenizer_json, to_tokenizer_json
 
 BOS = "<|bos|>"
 MIN_VOCAB_SIZE = 257
-"""Room for all bytes and `BOS`."""
+"""The size of a vocabulary that contains only the 256 bytes and `BOS`."""
 MAX_VOCAB_SIZE = 2**20
-"""Several times the largest in use. It refuses a mistyped number at once instead of after minutes of merging."""
+"""Several times the largest vocabulary in use. Thanks to this limit, mistyped numbers are rejected immediately."""
 
-# Text is split into pieces, and merges stay inside a piece: contractions; a word with the character before it; up to
-# two digits; punctuation. As in GPT-4's pattern, the last space before a word belongs to the word. Unlike GPT-4's, a
-# newline, or punctuation that ends a line, includes the following indentation, since source code is full of both. Runs
-# of whitespace and punctuation are cut at 64 characters, since the matcher's stack overflows on a million spaces.
+# Text is split into pieces, and merges happen only within a piece. A piece is a contraction, a word with the character
+# before it, up to two digits, or punctuation. As in GPT-4's pattern, the last space before a word belongs to the word.
+# Unlike in GPT-4's pattern, a newline, or punctuation that ends a line, includes the following indentation, since both
+# are common in source code. Runs are cut at 64 characters, since the matcher's stack overflows on a million spaces.
 _NEWLINE = r"[\r\n]{1,16}(?:[^\S\r\n]{1,64}(?!\S))?"
 PATTERN = "|".join(
     (
@@ -41,7 +41,7 @@ THREADS = min(8, os.cpu_count() or 1)
 
 
 def require_vocab_size(vocab_size: int) -> None:
-    """Raise ValueError if the vocabulary has no room for all bytes, or is larger than any text supports."""
+    """Raise ValueError if the vocabulary is too small for all bytes, or larger than any text supports."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size={vocab_size} is too small: give at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})")
     if vocab_size > MAX_VOCAB_SIZE:
@@ -49,9 +49,10 @@ def require_vocab_size(vocab_size: int) -> None:
 
 
 class Tokenizer:
-    """Maps text to ids and back. Ids 0 to 255 are bytes, then merges by rank; `BOS`, which opens documents, is last.
+    """Maps text to ids and back. Ids 0 to 255 are bytes, followed by merges in rank order and, last, `BOS`.
 
-    `tokens` holds the bytes of every id but `BOS`. No text encodes to `BOS`: "<|bos|>" in a text is ordinary text.
+    `tokens` contains the bytes of every id except `BOS`, which starts each document. No text encodes to `BOS`, since
+    "<|bos|>" in a text is treated as ordinary text.
     """
 
     def __init__(self, tokens: Sequence[bytes], pattern: str = PATTERN) -> None:
@@ -65,7 +66,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learn the `vocab_size - 257` most frequent merges; the same texts in any order give the same tokenizer.
+        """Learn the `vocab_size - 257` most frequent merges. The order of the texts does not matter.
 
         Raises ValueError if `vocab_size` has no room for the bytes or exceeds what the text supports, or if rustbpe,
         which only this method needs, is missing.
@@ -91,7 +92,7 @@ class Tokenizer:
 
     @property
     def hash(self) -> str:
-        """A sha256, in hex, that is equal for tokenizers that encode identically."""
+        """A hexadecimal sha256 that is equal for tokenizers that encode identically."""
         return digest(self._tokens, self._pattern)
 
     @property
@@ -111,15 +112,15 @@ class Tokenizer:
         return self._encoding.encode_ordinary_batch(texts, num_threads=THREADS)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text. Invalid UTF-8, such as part of a split character, becomes U+FFFD."""
+        """Return the text. Invalid UTF-8, such as a part of a character, is replaced by U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the exact bytes; `bos` decodes to "<|bos|>"."""
+        """Return the exact bytes. `bos` decodes to "<|bos|>"."""
         return self._encoding.decode_bytes(ids)
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
-        """Return the number of bytes of each id, `(vocab,)`; 0 for `bos`."""
+        """Return the number of bytes that each id represents, of shape `(vocab,)`. It is 0 for `bos`."""
         return np.array([*map(len, self._tokens), 0], dtype=np.int32)
 
     def save(self, path: str | Path) -> None:
@@ -129,7 +130,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Load a file written by `save` or, with new ids, another byte-level BPE. Raises ValueError for others."""
+        """Load a file written by `save`, or another byte-level BPE, whose ids change. Raises ValueError otherwise."""
         try:
             return cls(*from_tokenizer_json(json.loads(Path(path).read_bytes()), BOS))
         except (ValueError, RecursionError) as error:

@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The pattern by which ByteLevel splits text by default."""
+"""The pattern with which ByteLevel splits text by default."""
 
 
 def digest(tokens: Sequence[bytes], pattern: str) -> str:
-    """Return a sha256, in hex, that is equal for tokenizers that encode identically."""
+    """Return a hexadecimal sha256 that is equal for tokenizers that encode identically."""
     found = hashlib.sha256(pattern.encode())
     for token in tokens:
         found.update(len(token).to_bytes(4, "little") + token)
@@ -20,19 +20,19 @@ def digest(tokens: Sequence[bytes], pattern: str) -> str:
 
 
 def to_tokenizer_json(tokens: Sequence[bytes], pattern: str, bos: str) -> dict[str, Any]:
-    """Return the content of a `tokenizer.json` that encodes and decodes exactly like ours; `bos` has the last id.
+    """Return the content of a `tokenizer.json` that encodes and decodes exactly like ours, with `bos` as the last id.
 
-    `bos` is a vocabulary entry that no merge produces. As an added token it would be matched in text, but "<|bos|>" in
-    a text must stay ordinary text. The post-processor prepends `bos`, as our models require.
+    `bos` is a vocabulary entry that no merge produces. If it were an added token, "<|bos|>" in a text would match it
+    instead of being ordinary text. The post-processor prepends `bos`, as our models require.
     Raises ValueError if a token is not the merge of two earlier tokens.
     """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     vocab = {_show(token): rank for token, rank in ranks.items()} | {bos: len(tokens)}
     if len(vocab) != len(tokens) + 1:
-        raise ValueError(f"tokens are not all different, or one reads {bos}; train a new tokenizer")
+        raise ValueError(f"two tokens are equal, or one of them reads {bos}; train a new tokenizer")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    known = f"sha256 {digest(tokens, pattern)}"  # an unused special token, since other keys are not read
+    known = f"sha256 {digest(tokens, pattern)}"  # stored as an unused special token, since other keys would not be read
     opening, first, second = {"SpecialToken": {"id": bos, "type_id": 0}}, _sequence("A", 0), _sequence("B", 1)
     return {
         "version": "1.0",
@@ -69,8 +69,8 @@ def to_tokenizer_json(tokens: Sequence[bytes], pattern: str, bos: str) -> dict[s
 def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[bytes], str]:
     """Return the tokens and the pattern of a byte-level BPE, such as GPT-2's, Llama 3's or ours.
 
-    Text is split into the same tokens. Another tokenizer's ids change, and its special tokens are dropped, since no
-    text encodes to them. Raises ValueError if our tokenizer would split text differently.
+    The result splits text into the same tokens. The ids of a tokenizer that is not ours change, and its special tokens
+    are dropped, since no text encodes to them. Raises ValueError if our tokenizer would split text differently.
     """
     try:
         model, steps = content["model"], content["pre_tokenizer"]
@@ -86,12 +86,12 @@ def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[byte
         same &= not any(step.get("add_prefix_space") for step in (split, *rest))
         special = {bos} | {token["content"] for token in content["added_tokens"]}
         same &= model["vocab"].keys() - special == {_show(token) for token in tokens} - special
-        if same and bos in model["vocab"]:  # ours, whose ids a trained model depends on
+        if same and bos in model["vocab"]:  # our own tokenizer, whose ids a trained model depends on
             same = all(model["vocab"][name] == i for i, name in enumerate([*map(_show, tokens), bos]))
             if f"sha256 {digest(tokens, pattern)}" not in content["post_processor"]["special_tokens"]:
                 raise ValueError("its content does not match its sha256")
         elif same and not _merges_alike(tokens, merges):
-            raise ValueError("its merges give different tokens by rank than by pair")
+            raise ValueError("merging by rank, as we do, would give different tokens")
     except (LookupError, TypeError, AttributeError):
         same = False
     if not same:
@@ -100,7 +100,7 @@ def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[byte
 
 
 def _merges_alike(tokens: Sequence[bytes], merges: Sequence[tuple[str, str]]) -> bool:
-    """Return True if merging by the rank of the result, as we do, equals merging the listed pairs in order."""
+    """Return True if merging by the rank of the result, as we do, is equivalent to merging the pairs in order."""
     place, ranks = {pair: i for i, pair in enumerate(merges)}, {token: rank for rank, token in enumerate(tokens)}
     halves = [_halves(token, ranks, replayed=True) for token in tokens[256:]]
     found = [place.get((_show(first), _show(second)), -1) for first, second in halves]
@@ -112,10 +112,10 @@ def _sequence(name: str, type_id: int) -> dict[str, Any]:
 
 
 def _halves(token: bytes, ranks: Mapping[bytes, int], *, replayed: bool = False) -> list[bytes]:
-    """Return the two tokens that merge into `token`; if it can be split in several ways, earlier merges decide.
+    """Return the two tokens that merge into `token`. If it can be split in several ways, earlier merges decide.
 
-    Merging by pairs, as `tokenizers` does, then equals merging by results, as we do: whenever adjacent tokens make up
-    `token`, they were formed from its bytes alone, so they are these two.
+    Merging by pairs, as `tokenizers` does, is then equivalent to merging by results, as we do: whenever adjacent tokens
+    make up `token`, they were formed from its bytes alone, so they are these two.
     """
     own = ranks[token]
     halves = ([token[:cut], token[cut:]] for cut in range(1, len(token)))
@@ -135,7 +135,7 @@ def _halves(token: bytes, ranks: Mapping[bytes, int], *, replayed: bool = False)
     return parts
 
 
-# Byte-level BPE writes each byte as a character: the byte's own if that is printable, else one from U+0100 upwards.
+# Byte-level BPE represents each byte by a character: its own if that is printable, or else one from U+0100 upwards.
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {
     byte: chr(256 + i) for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)

@@ -1,4 +1,4 @@
-"""Documents as tokens: a split in memory, or in parts that are read on demand."""
+"""Tokenized documents. A split is either in memory, or in parts that are read on demand."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
-"""Token ids: uint16 if the vocabulary fits, else uint32."""
+"""Token ids, as uint16 if the vocabulary is small enough, or else as uint32."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """Tokenized documents. Document d is `ids[offsets[d] : offsets[d + 1]]` and starts with the tokenizer's `bos`.
 
-    `ids` has shape (tokens,), `offsets` (documents + 1,); `bytes` is the length of the text in UTF-8.
+    `ids` has shape (tokens,), and `offsets` has shape (documents + 1,). `bytes` is the size of the text in UTF-8.
     """
 
     ids: Ids
@@ -49,15 +49,15 @@ class Parts(Protocol):
 
     @property
     def bytes(self) -> Sequence[int]:
-        """The size of each part's text in bytes, to about one percent."""
+        """The size of each part's text in bytes, accurate to about one percent."""
 
     def read(self, part: int) -> Tokens:
-        """Return a part's tokens. Raises ValueError naming the damage if it cannot be read."""
+        """Return the tokens of a part. Raises ValueError with the reason if it cannot be read."""
 
 
 @dataclass(frozen=True)
 class TextParts:
-    """The row groups of shards, tokenized when they are read."""
+    """The row groups of shards, which are tokenized when they are read."""
 
     shards: Shards
     tokenizer: Tokenizer
@@ -75,7 +75,7 @@ class TextParts:
 
 
 def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the smallest dtype that holds every id."""
+    """Return the smallest dtype that can represent every id."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
@@ -85,7 +85,7 @@ def no_tokens(dtype: np.dtype[np.unsignedinteger[Any]]) -> Tokens:
 
 
 def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> Tokens:
-    """Return the documents as tokens, encoded on this thread. The GIL is seldom held, so other threads keep running."""
+    """Tokenize documents on this thread. The GIL is mostly released, so other threads can run at the same time."""
     bos = np.array([tokenizer.bos], np.uint32)
     documents: list[npt.NDArray[np.uint32]] = []
     size = 0
@@ -99,7 +99,7 @@ def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> Tokens:
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:
-    """Return all documents of one or more parts, in order."""
+    """Return a `Tokens` with all documents of one or more parts, in order."""
     starts = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
     offsets = [part.offsets[:-1] + start for part, start in zip(parts, starts[:-1], strict=True)]
     return Tokens(
@@ -110,7 +110,7 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 
 
 def ahead(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield `function(item)` for each item, in order; threads work a few items ahead of the consumer."""
+    """Yield `function(item)` for each item, in order. Threads compute a few results ahead of the consumer."""
     waiting: deque[Future[Result]] = deque()
     pool = ThreadPoolExecutor(THREADS)
     try:

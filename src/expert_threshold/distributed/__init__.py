@@ -1,6 +1,6 @@
-"""Training on several ranks: rendezvous, process groups and sharded optimizers, but not expert-parallel dispatch.
+"""Trains on several ranks, with rendezvous, process groups and sharded optimizers, but not expert-parallel dispatch.
 
-One rank is one process with one device. Models and optimizers do not know this package; it is applied from outside.
+Each rank is a process with one device. Models and optimizers do not depend on this package, which is applied to them.
 """
 
 from .mesh import LocalBatch, Parallel, Status, competes_on_rank, local_batch, mesh_sizes, process_groups

@@ -1,9 +1,9 @@
 """Optimizer shards for parameters that FSDP2's `fully_shard` has split over ranks.
 
-Stacks of matrices and AdamW's parameters are split between matrices or rows, and each rank steps its own part. A single
-matrix is split between rows, but Muon needs all of them, so the rank that owns the matrix receives the gradient's rows
-and sends back the update's rows. Muon applied directly to DTensors would all-gather every matrix on every rank and
-orthogonalize it there, `world_size` times.
+Stacks of matrices are split between matrices, and AdamW's parameters between rows, so each rank can step its own part.
+A single matrix is split between rows too, but Muon needs the whole matrix. The rank that owns the matrix therefore
+gathers the rows of its gradient and sends back the rows of its update. If Muon were applied to DTensors directly, every
+rank would all-gather and orthogonalize every matrix.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _weight(shard: LocalParameter) -> Tensor:
 
 
 def _gradient(shard: LocalParameter) -> Tensor:
-    """Return this rank's rows of the gradient, summed over ranks; `fully_shard` leaves the mean."""
+    """Return this rank's rows of the gradient, summed over ranks. `fully_shard` computes the mean instead."""
     assert shard.parameter.grad is not None, f"{shard.name} has no gradient"
     return _local(shard.parameter.grad) * shard.group.size()
 
@@ -35,10 +35,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class _Matrices:
-    """Matrices of one shape; rank i % ranks owns the i-th.
+    """Matrices of the same shape. The i-th matrix is owned by rank i % ranks.
 
-    updates: (matrices, out, in), for the matrices owned here. Optimizers step these zeros in place of the weights, so
-    that they then hold the update. with_weights: optimizers also read the weights, so `updates` holds copies of them.
+    updates: (matrices, out, in), for the matrices that this rank owns. They are zeros, which optimizers step instead of
+    the weights and so turn into the update. If `with_weights` is set, optimizers step copies of the weights.
     """
 
     def __init__(self, shards: list[LocalParameter], with_weights: bool) -> None:
@@ -49,21 +49,21 @@ class _Matrices:
         self.rows = _rows(shards[0].slice.shape[0], self.ranks)
         self.by_owner = [shards[rank :: self.ranks] for rank in range(self.ranks)]
         self.updates = _weight(shards[0]).new_zeros(len(self.by_owner[self.rank]), *shards[0].slice.shape)
-        self.waiting: set[str] = set()  # matrices that this step has yet to update
+        self.waiting: set[str] = set()  # matrices that this step has not updated yet
 
     def place(self, number: int) -> slice:
-        """Return the position of matrix `number` among those owned here, an empty slice on the other ranks."""
+        """Return the position of matrix `number` in `updates`, or an empty slice if another rank owns it."""
         place = number // self.ranks
         return slice(place, place + (number % self.ranks == self.rank))
 
     def gather(self) -> Tensor:
-        """Return the full gradients of the matrices owned here, (matrices, out, in)."""
+        """Return the full gradients of the matrices that this rank owns, of shape (matrices, out, in)."""
         if self.with_weights:
             self.updates.copy_(self._gather(_weight))
         return self._gather(_gradient)
 
     def _gather(self, part: Callable[[LocalParameter], Tensor]) -> Tensor:
-        """Return the full matrices owned here, assembled from every rank's rows."""
+        """Return the full matrices that this rank owns, assembled from the rows on every rank."""
         own = self.rows[self.rank]
         columns = self.updates.shape[-1]
         sizes = [own * columns * len(shards) for shards in self.by_owner]
@@ -96,7 +96,7 @@ class _Matrices:
 
 
 def _rows(count: int, ranks: int) -> list[int]:
-    """Return each rank's number of rows. DTensor splits a dimension into equal chunks, the last smaller or empty."""
+    """Return each rank's number of rows. DTensor makes equal chunks, of which the last may be smaller or empty."""
     most = -(-count // ranks)
     return [max(min(count - rank * most, most), 0) for rank in range(ranks)]
 
@@ -104,7 +104,7 @@ def _rows(count: int, ranks: int) -> list[int]:
 class FSDP(OptimizerShards):
     """Optimizer shards for ranks that each hold a part of every parameter.
 
-    with_weights: the update of a matrix depends on its weights too, not only on its gradients.
+    with_weights: the update of a matrix depends not only on its gradients but also on its weights.
     """
 
     def __init__(self, shards: Iterable[LocalParameter], with_weights: bool = False) -> None:

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Status(NamedTuple):
-    """One rank's status, with fields 0 or 1. After an all-reduce, a field counts the ranks that report it.
+    """The status of one rank, with fields that are 0 or 1. After an all-reduce, each field is a number of ranks.
 
     Ranks exchange their status at every step, so that all of them save, stop or fail at the same step.
     """
@@ -33,7 +33,7 @@ class Status(NamedTuple):
 
 @dataclass(frozen=True)
 class Parallel:
-    """This process among the ranks that train one model; by default, a single process without groups.
+    """The ranks that train one model, and this process among them. The default is a single process without groups.
 
     Every rank sees different data. A layer's experts are split over the `ep` dimension of the mesh (dp, ep).
     """
@@ -54,7 +54,7 @@ class Parallel:
         return self.rank == 0
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """Return the main rank's `make()`, a JSON value, on every rank. All ranks must call this in the same order."""
+        """Return the main rank's `make()` on every rank. See `Rendezvous.from_main`."""
         return from_main(self.rendezvous, make)
 
     def all_reduce(self, status: Status) -> Status:
@@ -75,10 +75,10 @@ class Parallel:
 
 
 class LocalBatch(NamedTuple):
-    """One rank's part of an optimizer step: `accumulation` micro-batches of `batch_size` sequences.
+    """One rank's part of an optimizer step, which consists of `accumulation` micro-batches of `batch_size` sequences.
 
-    ranks: number of ranks that share each micro-batch. joint_mean: the loss is one mean over the targets of all these
-    ranks; otherwise each rank's part counts as a separate micro-batch.
+    ranks: number of ranks that share each micro-batch. joint_mean: the loss is the mean over the targets of all these
+    ranks; otherwise, each rank's part counts as a separate micro-batch.
     """
 
     batch_size: int
@@ -100,8 +100,8 @@ def competes_on_rank(rule: Rule | None) -> bool:
 def local_batch(batch_size: int, accumulation: int, rule: Rule | None, ranks: int) -> LocalBatch:
     """Return each rank's part of `accumulation` micro-batches of `batch_size` sequences.
 
-    Ranks share the sequences of each micro-batch. A rule whose tokens compete within one rank would then see smaller
-    pools, so with such a rule each rank gets whole micro-batches if their number is divisible by the number of ranks.
+    Ranks share the sequences of each micro-batch. This makes pools smaller if the rule's tokens compete within a rank.
+    With such a rule, each rank gets whole micro-batches instead if their number is divisible by the number of ranks.
     Raises ValueError if the number of sequences is not divisible either.
     """
     alone = competes_on_rank(rule)
@@ -135,12 +135,12 @@ def local_device(device: torch.device, local_rank: int, local_world_size: int) -
     if device.type == "cuda":
         if local_world_size > torch.cuda.device_count():
             raise ValueError(
-                f"{local_world_size} ranks on this machine but {torch.cuda.device_count()} GPUs; launch one rank "
-                "per GPU"
+                f"{local_world_size} ranks run on this machine, which has only {torch.cuda.device_count()} GPUs; "
+                "launch one rank per GPU"
             )
         return torch.device("cuda", local_rank)
     if device.type != "cpu":
-        raise ValueError(f"device={device}: several ranks need cpu or cuda; use --device cpu")
+        raise ValueError(f"device={device} does not support several ranks; use --device cpu")
     return device
 
 
@@ -148,7 +148,7 @@ def local_device(device: torch.device, local_rank: int, local_world_size: int) -
 def process_groups(
     rendezvous: Rendezvous | None, device: torch.device, *, expert_parallel: int = 1, shard: bool = False, timeout: int
 ) -> Iterator[Parallel]:
-    """Create the process groups of all ranks within the context; without a rendezvous, create none.
+    """Create the process groups of all ranks, which exist within the context. Without a rendezvous, create no groups.
 
     Collectives fail after `timeout` seconds without an answer. Raises ValueError if the mesh or the devices do not fit
     the number of ranks.
@@ -189,5 +189,5 @@ def process_groups(
         rendezvous,
         shard,
     )
-    # Not in a `finally`: after an error, other ranks may be waiting for this one, and only its exit reaches them.
+    # Not in a `finally`, because after an error, other ranks may be waiting for this one, and only its exit stops them.
     dist.destroy_process_group()

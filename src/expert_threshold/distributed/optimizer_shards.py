@@ -1,4 +1,4 @@
-"""The shards of a model that one rank's optimizers step, and the communication before and after a step."""
+"""Defines which shards of a model one rank's optimizers step, and the communication before and after a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Slice(NamedTuple):
 
     start: int
     stop: int
-    shape: tuple[int, ...]  # of the full tensor
+    shape: tuple[int, ...]  # shape of the full tensor
 
     @property
     def is_full(self) -> bool:
@@ -26,7 +26,7 @@ class Slice(NamedTuple):
 
 
 class LocalParameter(NamedTuple):
-    """A parameter as held by this rank. by_row: the optimizer steps each row independently."""
+    """The part of a parameter that this rank holds. by_row: the optimizer steps each row independently."""
 
     name: str
     parameter: nn.Parameter
@@ -38,8 +38,8 @@ class LocalParameter(NamedTuple):
 class OptimizerShards:
     """The shards that this rank's optimizers step. The base class is for a single process, which steps all parameters.
 
-    parameters: by name, each of shape (rows, …), possibly without rows. slices: their positions in the full parameters.
-    The methods below are called in this order, once per optimizer step.
+    parameters: the shards, keyed by name, each of shape (rows, …) with zero or more rows. slices: their positions in
+    the full parameters. The methods after `owned_weights` are called in this order in every optimizer step.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -47,19 +47,19 @@ class OptimizerShards:
         self.slices = {name: Slice(0, len(each), tuple(each.shape)) for name, each in parameters.items()}
 
     def owned_weights(self) -> dict[str, tuple[Tensor, Slice]]:
-        """Return the weights that this rank saves; exactly one rank owns each row of each parameter."""
+        """Return the weights that this rank saves. Each row of each parameter is owned by exactly one rank."""
         return {name: (tensor, self.slices[name]) for name, tensor in self.parameters.items()}
 
     def begin_last_backward(self) -> None:
-        """Announce the last backward pass of the step, during which complete gradients may be reduced."""
+        """Announce the last backward pass of the step. Gradients may be reduced as soon as it completes them."""
 
     def reduce_gradients(self) -> None:
-        """Give each of `parameters` its gradient, summed over all ranks."""
+        """Set the gradient of each shard in `parameters`, summed over all ranks."""
 
     def gather_updated(self, names: Collection[str]) -> None:
-        """Start sending the named parameters, which were just stepped, to all ranks that hold them."""
+        """Start sending the named parameters, which have just been stepped, to all ranks that hold them."""
 
     def finish_step(self) -> None:
-        """Wait until the parameters are updated everywhere, and clear their gradients."""
+        """Wait until the parameters are updated on all ranks, and clear their gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""Distributes a model over ranks from outside: expert parallelism, then ZeRO-1 or FSDP2."""
+"""Distributes a model over ranks, first with expert parallelism and then with ZeRO-1 or FSDP2."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def parallelize(model: GPT, optim: OptimConfig, parallel: Parallel) -> Optimizer
 def _place(rows: int, shape: torch.Size, parallel: Parallel, split: bool) -> tuple[Slice, dist.ProcessGroup]:
     """Return this rank's slice of a full parameter, and the ranks that share it.
 
-    rows: this rank's rows before `fully_shard`, which splits them into equal chunks, the last ones smaller or empty.
-    split: the parameter belongs to experts that are split over ranks.
+    rows: this rank's number of rows before `fully_shard`, which splits them into equal chunks, except that the last
+    ones may be smaller or empty. split: the parameter belongs to experts that are split over ranks.
     """
     assert parallel.world is not None
     group, first, count = parallel.world, 0, rows
@@ -68,14 +68,15 @@ def _place(rows: int, shape: torch.Size, parallel: Parallel, split: bool) -> tup
 
 
 def _by_row(name: str, parameter: nn.Parameter, optim: OptimConfig) -> bool:
-    """Return True if each index of the first dimension is stepped independently. Muon steps a matrix as a whole."""
+    """Return True if the rows of the first dimension are stepped independently. Muon steps a matrix as a whole."""
     return parameter.ndim > 2 or not moves_matrices(name, parameter, optim)
 
 
 def _fully_shard(model: GPT, parallel: Parallel) -> None:
-    """Split parameters and gradients with FSDP2. A block is gathered, in the compute dtype, during the previous block.
+    """Split parameters and gradients with FSDP2. Each block is gathered in the compute dtype during the previous one.
 
-    Routers, embeddings, the head and the scalars stay float32, because they do more than products in the compute dtype.
+    Routers, embeddings, the head and scalars stay in float32, because the model also uses them outside of matrix
+    multiplications in the compute dtype.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

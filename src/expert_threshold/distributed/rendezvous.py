@@ -1,8 +1,8 @@
-"""Launches ranks, and lets them communicate outside collectives: values from the main rank, and failures.
+"""Launches ranks, and exchanges the main rank's values and all ranks' failures without collectives.
 
-Everything goes through the launcher's key-value store, which works before there are process groups and outlives every
-rank. torch's `broadcast_object_list` would unpickle what it receives, and would time out if the main rank worked for
-longer than `--train.timeout`. torchelastic's `@record` prints a traceback per rank, where one line in all is enough.
+Everything goes through the launcher's key-value store, which works before process groups exist and outlives every rank.
+torch's `broadcast_object_list` would unpickle what it receives, and would time out if the main rank worked for longer
+than `--train.timeout`. torchelastic's `@record` would print a traceback on every rank, although one line is enough.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch.distributed.rendezvous import rendezvous
 
 INTERRUPTED = "interrupted"
 REPORT_TIMEOUT = 5.0  # seconds that ranks wait for each other's reports before they exit
-JOIN_TIMEOUT = timedelta(minutes=5)  # for all ranks to start
+JOIN_TIMEOUT = timedelta(minutes=5)  # the time in which all ranks must start
 HEARTBEAT = 5.0  # seconds between heartbeats of the main rank while it works alone
-MIN_HEARTBEAT_TIMEOUT = 3 * HEARTBEAT  # at least this many seconds without one before the main rank counts as lost
+MIN_HEARTBEAT_TIMEOUT = 3 * HEARTBEAT  # seconds without one before the main rank is considered lost
 # torch raises plain RuntimeErrors for most lost connections, with no type or code to match on.
 LOST = re.compile(
     "connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|remote (process|peer)|heartbeat", re.IGNORECASE
@@ -37,7 +37,7 @@ LOST = re.compile(
 
 
 class Failure(NamedTuple):
-    """The reason why a rank exits, in one line, and its exit code."""
+    """A one-line reason why a rank exits, and its exit code."""
 
     text: str
     code: int
@@ -45,9 +45,9 @@ class Failure(NamedTuple):
 
 
 class Rendezvous:
-    """The ranks that were launched together, and their store. Values are sent as JSON; nothing is unpickled.
+    """The ranks that were launched together, and their store. Values are sent as JSON, so nothing is unpickled.
 
-    store: a store for this start only. launch_store: a store that also survives restarts by the launcher; defaults to
+    store: a store for this start only. launch_store: a store that also survives restarts by the launcher, by default
     `store`.
     """
 
@@ -74,7 +74,7 @@ class Rendezvous:
 
     @property
     def is_orphaned(self) -> bool:
-        """True once the launcher, and perhaps the store with it, is gone."""
+        """True once the launcher, and perhaps also its store, is gone."""
         return self._launcher not in (None, os.getppid())
 
     @classmethod
@@ -100,11 +100,11 @@ class Rendezvous:
         return self._launch_store.check([key])
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """Return the main rank's `make()`, a JSON value, on every rank. All ranks must call this in the same order.
+        """Return the result of the main rank's `make()`, which must be a JSON value, on every rank.
 
-        `make` may take any length of time, since the main rank sends heartbeats meanwhile. If it raises ValueError or
-        OSError, every other rank raises ValueError with the same text. Raises DistError after `heartbeat_timeout`
-        seconds without a heartbeat.
+        All ranks must call this in the same order. `make` may take any amount of time, since the main rank sends
+        heartbeats while it runs. If it raises ValueError or OSError, every other rank raises ValueError with the same
+        text. Raises DistError after `heartbeat_timeout` seconds without a heartbeat.
         """
         self._count += 1
         key = f"value/{self._count}"
@@ -124,9 +124,9 @@ class Rendezvous:
         return answer["value"]
 
     def require_equal(self, facts: Mapping[str, Any], remedy: str) -> None:
-        """Raise ValueError on every rank, naming a rank and what differs there, unless all ranks pass equal facts.
+        """Raise ValueError on every rank unless all ranks pass equal facts. The error names a rank and what differs.
 
-        facts: JSON values by name.
+        facts: JSON values, keyed by name.
         """
         self._compared += 1
         key = f"facts/{self._compared}"
@@ -165,7 +165,7 @@ class Rendezvous:
             thread.join()
 
     def _wait_for(self, key: str, late: str = "rank 0 sent no heartbeat") -> None:
-        """Wait until another rank sets a key. After a timeout, raises DistError with `late` as the reason."""
+        """Wait until another rank sets a key. Raises DistError with `late` as the reason after a timeout."""
         pause, seen, since = 0.01, -1, time.monotonic()
         while not self._store.check([key]):
             heartbeats = 0 if self.rank == 0 else self._store.add("heartbeats", 0)
@@ -179,7 +179,7 @@ class Rendezvous:
     def report_failure(self, failure: Failure, remedy: str, say: Callable[[str], None]) -> int:
         """Let exactly one rank report why this launch ends, and return the exit code.
 
-        failure: this rank's failure. remedy: what to do about a lost rank. Without a store, every rank reports its own.
+        failure: this rank's failure. remedy: what to do about a lost rank. If the store is gone, every rank reports.
         """
         try:
             self._store.set(f"failure/{self.rank}", json.dumps(failure))
@@ -198,9 +198,9 @@ class Rendezvous:
             return failure.code
 
     def _failures(self) -> dict[int, Failure]:
-        """Return the failures of all ranks that report one in time, by rank.
+        """Return the failures that ranks report in time, keyed by rank.
 
-        Ranks wait for each other, since the launcher kills the others as soon as one exits.
+        Ranks wait for each other's reports, since the launcher kills all others as soon as one rank exits.
         """
         end = time.monotonic() + REPORT_TIMEOUT
         while True:
@@ -210,7 +210,7 @@ class Rendezvous:
             time.sleep(0.05)
 
     def _explain(self, alive: Mapping[int, Failure], remedy: str) -> str:
-        """Return why the launch ends if no surviving rank has failed by itself."""
+        """Return why the launch ends if no surviving rank has caused it."""
         lost = [str(rank) for rank in range(self.world_size) if rank not in alive]
         names = f"{'ranks' if len(lost) > 1 else 'rank'} {', '.join(lost)} of {self.world_size}"
         texts = [(rank, failure.text) for rank, failure in alive.items() if failure.text != INTERRUPTED]
@@ -231,8 +231,8 @@ def _shown(facts: Mapping[str, Any], name: str) -> str:
 def _name_of_start(store: Store, rank: int, world_size: int) -> str:
     """Agree on a name for this start that is the same on all ranks and differs after every restart.
 
-    The launcher's store keeps keys from earlier starts, including addresses of dead processes, and the launcher's
-    restart count differs between nodes. So the main rank sends each rank of this start a fresh name.
+    The launcher's store keeps keys from earlier starts, including the addresses of dead processes, and the launcher's
+    restart count differs between nodes. The main rank therefore sends a new name to each rank of this start.
     """
     mine = uuid.uuid4().hex
     if rank > 0:
@@ -244,7 +244,7 @@ def _name_of_start(store: Store, rank: int, world_size: int) -> str:
     end = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     while store.add(f"joined/{mine}", 0) < world_size - 1:
         for other in range(1, world_size):
-            if store.check([f"hello/{other}"]):  # if it is from an earlier start, nobody reads the answer
+            if store.check([f"hello/{other}"]):  # if the key is from an earlier start, no rank reads the answer
                 store.set(f"start/{store.get(f'hello/{other}').decode()}", mine)
         if time.monotonic() > end:
             raise ValueError(f"not all of the {world_size} ranks started within {JOIN_TIMEOUT}; start them again")
@@ -253,7 +253,7 @@ def _name_of_start(store: Store, rank: int, world_size: int) -> str:
 
 
 def from_main(rendezvous: Rendezvous | None, make: Callable[[], Any]) -> Any:
-    """Return `rendezvous.from_main(make)` or, in a single process, `make()`."""
+    """Return `rendezvous.from_main(make)`, or `make()` in a single process."""
     return make() if rendezvous is None else rendezvous.from_main(make)
 
 
@@ -264,9 +264,9 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
-    """Run Python with these arguments in `processes` local processes with torchrun's launcher; return the exit code.
+    """Run Python with these arguments in several local processes, and return the exit code.
 
-    The launcher forwards signals and waits for the ranks.
+    This uses torchrun's launcher, which forwards signals and waits for the ranks.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -279,7 +279,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks report a lost store themselves
-    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ["SIGHUP"]  # nohup ignores it
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ["SIGHUP"]  # ignored under nohup
     # Without local_addr, ranks would look up the machine's own name, which not every machine can resolve.
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id="none", rdzv_backend="c10d",
@@ -290,7 +290,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]
-        return max(codes) if max(codes) > 0 else 1  # a rank that died of a signal has a negative code
+        return max(codes) if max(codes) > 0 else 1  # the code is negative if a signal killed the rank
     except SignalException as stopped:
         return 128 + stopped.sigval
     return 0

@@ -1,10 +1,10 @@
 """ZeRO-1: every rank has all parameters and gradients; each rank's optimizers step the rows that it owns.
 
-The gradients of a bucket are reduce-scattered to their owners while backward is still computing others. Each owner
-steps its rows with ordinary single-process optimizers, and the rows are all-gathered while the next are stepped. A row
-is what an optimizer steps independently: a matrix under Muon, a vector under AdamW. torch's `ZeroRedundancyOptimizer`
-assigns whole parameters to ranks, so it cannot divide a stack of experts. It also broadcasts only after the whole step,
-and needs DDP to reduce every gradient to every rank first.
+The gradients of a bucket are reduce-scattered to their owners while backward is still computing other gradients. Each
+owner steps its rows with ordinary single-process optimizers, and the rows are all-gathered while the next ones are
+stepped. A row is what an optimizer steps independently: a matrix with Muon, a vector with AdamW. torch's
+`ZeroRedundancyOptimizer` assigns whole parameters to ranks, so it cannot divide a stack of experts. It also broadcasts
+only after the whole step, and requires that DDP reduces every gradient to every rank first.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def _rows(replica: LocalParameter) -> Tensor:
-    """Return a view of shape (rows, …). A matrix that is stepped as a whole is one row."""
+    """Return a view of shape (rows, …), in which a matrix that is stepped as a whole is a single row."""
     data = replica.parameter.data
     return data if replica.by_row else data[None]
 
 
 class _Bucket:
-    """Parameters with rows of one shape. The parameters and their gradients are views of two buffers of the bucket.
+    """Parameters whose rows have the same shape. They and their gradients are views of two buffers of the bucket.
 
-    Rank i of the group owns the i-th run of rows. All runs are equally long; the last ones are padded with zeros.
+    Rank i of the group owns the i-th run of rows. All runs have the same length; the last ones are padded with zeros.
     """
 
     def __init__(self, replicas: list[LocalParameter]) -> None:
@@ -47,7 +47,7 @@ class _Bucket:
         self.mine = slice(rank * run, (rank + 1) * run)
         self.my_gradients = torch.zeros_like(self.weights[self.mine])
         self.work: dist.Work | None = None
-        self.waiting: set[str] = set()  # parameters that this step has yet to update
+        self.waiting: set[str] = set()  # parameters that this step has not updated yet
         self.owned: dict[str, slice] = {}  # this rank's rows, as indices of the buffers
         self.slices: dict[str, Slice] = {}
         begin = 0
@@ -74,7 +74,7 @@ class _Bucket:
 
 
 def _slice(replica: LocalParameter, start: int, stop: int) -> Slice:
-    """Return the slice of the full parameter that rows `start` to `stop` of the replica correspond to."""
+    """Return the slice of the full parameter that corresponds to rows `start` to `stop` of the replica."""
     if not replica.by_row:
         return Slice(0, len(replica.parameter) if start < stop else 0, replica.slice.shape)
     return Slice(replica.slice.start + start, replica.slice.start + stop, replica.slice.shape)
@@ -83,7 +83,7 @@ def _slice(replica: LocalParameter, start: int, stop: int) -> Slice:
 class ZeRO1(OptimizerShards):
     """Optimizer shards for replicated parameters. Split experts are sharded over the ranks that hold the same experts.
 
-    The parameters become views of buffers: create this once they are on their device, before anything refers to them.
+    The parameters become views of buffers, so they must already be on their device, and nothing may refer to them yet.
     """
 
     def __init__(self, replicas: Iterable[LocalParameter]) -> None:
@@ -105,7 +105,7 @@ class ZeRO1(OptimizerShards):
         self._missing = [len(bucket.replicas) for bucket in self.buckets]
 
     def _on_gradient(self, number: int) -> None:
-        """Reduce all complete buckets, in the same order on every rank."""
+        """Reduce the buckets that are complete, in the same order on every rank."""
         if not self._is_last_backward:
             return
         self._missing[number] -= 1
@@ -114,7 +114,7 @@ class ZeRO1(OptimizerShards):
             self._reduced += 1
 
     def reduce_gradients(self) -> None:
-        for bucket in self.buckets[self._reduced :]:  # held back by parameters that the loss does not depend on
+        for bucket in self.buckets[self._reduced :]:  # buckets held back by parameters without a gradient
             bucket.reduce()
         self._is_last_backward, self._reduced = False, 0
         for bucket in self.buckets:
@@ -139,7 +139,7 @@ class ZeRO1(OptimizerShards):
 
 
 def _filled(replicas: Iterable[LocalParameter]) -> list[list[LocalParameter]]:
-    """Return the buckets in the order in which backward completes them, roughly the reverse order of the parameters."""
+    """Group replicas into buckets, in the order in which backward completes them, which is roughly last to first."""
     closed: list[list[tuple[int, LocalParameter]]] = []
     filling: dict[object, list[tuple[int, LocalParameter]]] = {}
     for entry in enumerate(reversed(list(replicas))):

@@ -1,4 +1,4 @@
-"""Measures how good a model is: loss, bits per byte, CORE."""
+"""Measures the quality of a model by its loss, bits per byte and CORE."""
 
 from .bundle import Baselines, Task, read_bundle
 from .core import Answer, ModelScorer, Question, TaskResult, centred, evaluate_task

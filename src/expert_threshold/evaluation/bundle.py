@@ -19,10 +19,10 @@ Baselines = Literal["nanochat", "dclm"]
 
 TaskRow = dict[str, Any]
 
-# Chance accuracy in percent, where DCLM's newer table differs from the bundle's.
+# Chance accuracy in percent, for the tasks for which DCLM's newer table differs from the bundle's table.
 DCLM_BASELINES = {"commonsense_qa": 40.3, "bigbench_language_identification": 25.0, "agi_eval_lsat_ar": 25.0}
 
-# The fields that each kind of row must have, and those among them that are lists.
+# The fields that each kind of row must have, and the names of the fields that are lists.
 FIELDS: dict[TaskKind, tuple[str, ...]] = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
@@ -36,7 +36,8 @@ DELIMITER = " "
 
 class Task(NamedTuple):
     """One CORE task. shots: number of solved examples in a prompt. delimiter: text between a question and its answer.
-    baseline: chance accuracy, for centring. rows: in the order of the file. hash: sha256 of the file, in hex."""
+    baseline: chance accuracy, for centring. rows: the questions in the file's order. hash: the file's sha256, in hex.
+    """
 
     label: str
     kind: TaskKind
@@ -53,7 +54,7 @@ def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Tas
     for needed in (index, table, data):
         if not needed.exists():
             raise ValueError(
-                f"{path}: not an eval bundle, since {needed.name} is missing; name another folder, or run et data core"
+                f"{path} is not an eval bundle: {needed.name} is missing; name another folder, or run et data core"
             )
     with _damage_reported(index):
         entries: dict[str, TaskRow] = {
@@ -67,7 +68,7 @@ def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Tas
         chance |= DCLM_BASELINES if baselines == "dclm" else {}
         for label in entries:
             if not 0 <= chance[label] < 100:
-                raise ValueError(f"the baseline of {label} is {chance[label]:g} percent")
+                raise ValueError(f"the baseline of {label} is {chance[label]:g} percent, not between 0 and 100")
     return [_task(data / entry["dataset_uri"], entry, chance[label] / 100) for label, entry in entries.items()]
 
 
@@ -82,15 +83,15 @@ def _damage_reported(path: Path) -> Iterator[None]:
 
 
 def _require_task(entry: TaskRow) -> None:
-    """Raise ValueError if a field of an entry of core.yaml is missing or has a wrong type."""
+    """Raise ValueError if a field of this entry of core.yaml is missing or invalid."""
     (shots,) = entry["num_fewshot"]
     texts = (entry["label"], entry["dataset_uri"], entry.get("continuation_delimiter", DELIMITER))
     known = entry["icl_task_type"] in FIELDS and type(shots) is int and shots >= 0
     if not known or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"a field of {entry['label']} has a value of the wrong type")
+        raise ValueError(f"a field of {entry['label']} has an invalid value")
     uri = Path(entry["dataset_uri"])
     if uri.is_absolute() or ".." in uri.parts:
-        raise ValueError(f"{uri} leads out of the bundle")
+        raise ValueError(f"{uri} points outside the bundle")
 
 
 def _task(path: Path, entry: TaskRow, baseline: float) -> Task:
@@ -108,7 +109,7 @@ def _task(path: Path, entry: TaskRow, baseline: float) -> Task:
             raise ValueError(f"{path}: line {number} is not a {kind} question; {REMEDY}")
         rows.append(row)
     if not rows:
-        raise ValueError(f"{path}: empty; {REMEDY}")
+        raise ValueError(f"{path} is empty; {REMEDY}")
     (shots,) = entry["num_fewshot"]
     delimiter = entry.get("continuation_delimiter", DELIMITER)
     return Task(entry["label"], kind, shots, delimiter, baseline, rows, hashlib.sha256(content).hexdigest())

@@ -1,4 +1,4 @@
-"""Compares a model of variable fanout with static top k′ at the same mean fanout, by document losses."""
+"""Compares a model of variable fanout with static top-k′ routing of the same mean fanout, document by document."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy.typing as npt
 
 RESAMPLES = 2000
 FEW = 10
-"""With fewer documents, a bootstrap interval is too narrow to decide."""
+"""With fewer documents than this, a bootstrap interval is too narrow to decide anything."""
 Sums = npt.NDArray[np.float64]
-"""(documents, 2): nats and routed experts (mean over layers), summed over each document's targets."""
+"""(documents, 2): nats and routed experts (the mean over layers), each summed over the targets of a document."""
 
 
 class Comparison(NamedTuple):
-    """A model's loss compared with static top k′, interpolated linearly between the two k′ around its mean fanout.
+    """A model's loss, compared with the loss of static top-k′ routing at the same mean fanout.
 
-    difference: the model's loss minus the static loss, in nats per token, with a 95 % interval from a bootstrap over
-    documents. lower: the model with the lower loss, or open if the interval contains 0 or there are too few documents.
-    If the fanout exceeds the largest k′, static_loss and the fields after it are None.
+    static_loss: interpolated linearly between the two k′ around the fanout. difference: loss minus static_loss, in nats
+    per token. interval: 95 %, from a bootstrap over documents. lower: the model with the lower loss, or "open" if the
+    interval contains 0 or there are too few documents. These four are None if the fanout exceeds the largest k′.
     """
 
     fanout: float
@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
 
 
 def compare(static: Sequence[Sums], found: Sums, targets: Sequence[int], seed: int = 0) -> Comparison:
-    """Return the comparison. static: the sums for k′ = 0, 1, …; targets: number of targets in each document."""
+    """Compare a model with static top k′. static: its sums for k′ = 0, 1, …; targets: the number in each document."""
     draws = np.random.default_rng(seed).multinomial(len(targets), [1 / len(targets)] * len(targets), RESAMPLES)
     weights = np.vstack([np.ones(len(targets)), draws])  # the sample, then its resamples, shared by all models
     weights /= (weights @ np.array(targets))[:, None]

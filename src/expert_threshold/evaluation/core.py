@@ -1,4 +1,4 @@
-"""CORE, the 22 tasks of DCLM (arXiv 2406.11794), evaluated as nanochat does."""
+"""Evaluates CORE, which consists of 22 tasks of DCLM (arXiv 2406.11794), in the same way as nanochat."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUESTIONS_AT_ONCE = 64
 
 
 class Question(NamedTuple):
-    """A question as prompts: one per answer or, for language modelling, the text without and with the answer."""
+    """The prompts of a question: one per answer or, in language modelling, one without the answer and one with it."""
 
     kind: TaskKind
     prompts: tuple[str, ...]
@@ -27,9 +27,10 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One penalty per prompt; the prompt with the lowest is the answer. Language modelling has only one, 0 if right.
+    """The answer to a question is the prompt with the lowest penalty. In language modelling, there is only one penalty,
+    which is 0 if the answer is right.
 
-    cropped: number of sequences longer than the context; cut: number of these that lost tokens of the continuation.
+    cropped: number of sequences longer than the context. cut: how many of them lost tokens of the continuation.
     """
 
     penalties: Sequence[float]
@@ -38,12 +39,12 @@ class Answer(NamedTuple):
 
 
 Scorer = Callable[[Sequence[Question]], list[Answer]]
-"""Answers several questions of one task."""
+"""A function that returns the answers to several questions of one task."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The accuracy over `rows` questions in `sequences` sequences, and by category if the rows have categories."""
+    """The accuracy on `rows` questions, overall and, if the rows have categories, for each of them."""
 
     rows: int
     accuracy: float
@@ -60,9 +61,10 @@ def evaluate_task(
     max_rows: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TaskResult:
-    """Ask all questions, or only max_rows. progress: called with the number of questions answered and the total.
+    """Evaluate a model on a task, with all of its questions or only `max_rows` of them.
 
-    Raises ValueError if there are too few rows to draw the solved examples from.
+    progress: called with the number of questions answered and the total. Raises ValueError if there are too few rows to
+    draw the solved examples from.
     """
     rows = choose_rows(task, max_rows)
     right: dict[str | None, list[bool]] = defaultdict(list)
@@ -88,7 +90,7 @@ def centred(accuracy: float, baseline: float) -> float:
 
 
 def choose_rows(task: Task, max_rows: int | None) -> list[TaskRow]:
-    """Return the task's rows in nanochat's random order, only the first max_rows unless it is None."""
+    """Return the task's rows in nanochat's random order, or only the first `max_rows` of them."""
     rows = list(task.rows)
     random.Random(1337).shuffle(rows)
     rows = rows[:max_rows]
@@ -130,16 +132,15 @@ def _solved(task: Task, row: TaskRow) -> str:
 def is_right(question: Question, answer: Answer) -> bool:
     if question.kind == "language_modeling":
         return list(answer.penalties) == [0]
-    # The first of the lowest penalties. The NaN of an empty continuation wins only if it comes first, as in
-    # nanochat.
+    # The first of the lowest penalties wins. As in nanochat, the NaN of an empty continuation wins only if it is first.
     return min(range(len(answer.penalties)), key=answer.penalties.__getitem__) == question.gold
 
 
 def continuations(kind: TaskKind, sequences: Sequence[list[int]]) -> list[Continuation]:
-    """Return the continuations of a question's sequences; their tokens are scored.
+    """Return the continuations in a question's sequences. Only their tokens are scored.
 
-    In multiple choice, these are the tokens after the common prefix; in schema, the common suffix. Language modelling
-    has two sequences, without and with the answer, and scores the second one's tokens after the common prefix.
+    In multiple choice, a continuation is what follows the common prefix; in schema, it is the common suffix. Language
+    modelling has a sequence without the answer and one with it, and scores what follows their common prefix.
     """
     if kind == "schema":
         shared = common_prefix([tokens[::-1] for tokens in sequences])
@@ -150,8 +151,8 @@ def continuations(kind: TaskKind, sequences: Sequence[list[int]]) -> list[Contin
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """Answers questions by the model's mean loss on each continuation, in nats per token, or in language modelling by
-    the number of tokens that greedy decoding gets wrong. Routing is causal; the model stays in its mode.
+    """Answers questions. The penalty is the model's mean loss on a continuation, in nats per token, or, in language
+    modelling, the number of tokens that greedy decoding gets wrong. Routing is causal; the model's mode is unchanged.
     """
 
     model: GPT

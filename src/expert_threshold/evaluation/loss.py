@@ -1,4 +1,4 @@
-"""Cross-entropy and bits per byte on held-out tokens, at one or several rates of routed experts per token."""
+"""Measures cross-entropy and bits per byte on held-out tokens, at one or several numbers of experts per token."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from ..model import GPT, Observation, flops_per_token, parameter_counts
 class Validation(NamedTuple):
     """The losses of a model on held-out tokens.
 
-    loss: nats per token, over all `tokens` targets, including those that open a document.
-
-    bits_per_byte: over the targets that represent text, `bytes` bytes in all. As in nanochat, a target without text,
-    such as bos, adds neither bits nor bytes, which makes models with different tokenizers comparable.
-    observations: one per MoE layer, summed over batches.
+    loss: nats per token, averaged over all `tokens` targets, including the ones that start a document. bits_per_byte:
+    bits per byte of the targets' text, which has `bytes` bytes. As in nanochat, a target without text, such as bos,
+    adds neither bits nor bytes, which makes models with different tokenizers comparable. observations: one per MoE
+    layer, summed over batches.
     """
 
     loss: float
@@ -31,7 +30,7 @@ class Validation(NamedTuple):
     observations: tuple[Observation, ...]
 
     def losses(self) -> dict[str, float | None]:
-        """Return tokens, loss and bits per byte, with None for NaN, which JSON lacks."""
+        """Return tokens, loss and bits per byte, with None in place of NaN, which JSON does not have."""
         numbers = {"tokens": self.tokens, "loss": self.loss, "bits_per_byte": self.bits_per_byte}
         return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
@@ -48,17 +47,18 @@ def evaluate(
     group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
-    """Return the losses on `tokens`, in windows of the model's context and in document order.
+    """Return the losses on `tokens`, split into windows of the model's context in document order.
 
     Routing is causal, and the result does not depend on batch_size (in sequences) or the number of ranks, except for
-    rounding. max_tokens: targets to score, rounded up to whole windows; None scores all. group: ranks with the same
-    model and tokens, which share the windows and all get the sums. progress: called with the tokens done and the total.
+    rounding. max_tokens: number of targets to score, rounded up to whole windows; None scores all. group: ranks with
+    the same model and tokens, which share the work and return the same result. progress: called with the number of
+    tokens done and the total.
 
     training_pools=True routes as in training, so that a token of an expert-choice model competes with later tokens and
-    with its batch. Only whole batches on every rank are scored, and the loss depends on their size. Its difference
-    from the causal loss is the gap between training and evaluation.
+    with its batch. Only batches that are complete on every rank are scored, and the loss depends on their size. It
+    differs from the causal loss by the gap between training and evaluation.
 
-    The model stays in its mode. Raises ValueError if an option is out of range or there are too few tokens.
+    The model's mode is unchanged. Raises ValueError if an option is out of range or there are too few tokens.
     """
     if batch_size < 1 or (max_tokens is not None and max_tokens < 1):
         raise ValueError(f"batch_size={batch_size} and max_tokens={max_tokens} must be at least 1")
@@ -112,7 +112,7 @@ def evaluate(
 
 
 def _batches(rows: Iterator[Batch], batch_size: int) -> Iterator[Batch]:
-    """Yield stacked rows. The last window is yielded alone, without padding, which would be routed and observed."""
+    """Yield stacked rows. The last window is yielded separately without its padding, which would be routed as well."""
     while group := list(islice(rows, batch_size)):
         last = group[-1]
         length = int((last.targets != IGNORED).sum())
@@ -126,9 +126,9 @@ def _batches(rows: Iterator[Batch], batch_size: int) -> Iterator[Batch]:
 class Point(NamedTuple):
     """Measurements of a model at one rate.
 
-    rate: the target, or None for the trained cutoffs. fanout: the measured routed experts per token, the mean of
-    `fanouts`, which has one value per layer. loss: in nats per token. params_active and flops_per_token (of a forward
-    pass) are for this fanout.
+    rate: the target, or None for the trained cutoffs. fanout: the measured number of routed experts per token, averaged
+    over layers. fanouts: the same for each layer. loss: in nats per token. params_active and flops_per_token: for this
+    fanout, the latter in a forward pass.
     """
 
     rate: float | None
@@ -150,10 +150,10 @@ def measure_rates(
     max_tokens: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Point]:
-    """Return the causal losses on the same tokens at each rate. The model's own rate is restored afterwards.
+    """Measure the causal loss on the same tokens at each rate. The model's own rate is restored afterwards.
 
-    max_tokens and progress: as in `evaluate`, except that progress counts over all rates. Before measuring anything,
-    raises ValueError as `GPT.check_rate` does.
+    max_tokens and progress: as in `evaluate`, except that progress counts the tokens of all rates. Raises ValueError as
+    `GPT.check_rate` does, before anything is measured.
     """
     for rate in rates:
         model.check_rate(rate)

@@ -1,4 +1,4 @@
-"""The evaluation.json of a run folder. It stores a trained model's results, so that nothing is measured twice."""
+"""Reads and writes the evaluation.json of a run folder, which stores results so that nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RESULTS = "evaluation.json"
 FORMAT, VERSION = "expert-threshold evaluation", 1
 
 Progress = Callable[[str], Callable[[int, int], None]]
-"""Called with the name of a measurement; returns a function to call with the amount done and the total."""
+"""Called with the name of a measurement; returns a function that is called with the amount done and the total."""
 
 
 def read_results(run: Path, step: int | None) -> dict[str, Any]:
-    """Return the most recent sections of a run's evaluation.json for this step, empty if there are none."""
+    """Return the most recent results for this step in a run's evaluation.json, or an empty dict if there are none."""
     return next((saved for saved in _read(run / RESULTS) if saved.get("step") == step), {})
 
 
@@ -37,7 +37,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 class Results:
-    """The results of one model, in sections. Results for other steps and dtypes stay in the file, under "others".
+    """The results of one model, in sections. Results for other steps and dtypes are kept in the section "others".
 
     rate: as in `GPT.set_rate`; each rate has a separate file.
     """
@@ -92,11 +92,12 @@ def ask_core(
     baselines: Baselines = "nanochat",
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Return the results for this max_per_task. Each task is saved once evaluated, and never evaluated again.
+    """Evaluate CORE with at most max_per_task questions per task. Results are saved after each task and reused later.
 
-    The section "core" keeps the most complete results, by tasks and then questions; "answers" keeps all results.
+    The section "answers" keeps all results. The section "core" keeps the most complete ones, first in the number of
+    tasks and then in the number of questions.
 
-    tasks: all tasks of the bundle; their mean is CORE. labels: the tasks to evaluate; None evaluates all. say: called
+    tasks: all tasks of the bundle, whose mean is CORE. labels: the tasks to evaluate; None evaluates all. say: called
     with a line about each evaluated task. Raises ValueError as `evaluate_task` does.
     """
     saved = results.read()
@@ -131,7 +132,7 @@ def _asked(task: Task) -> dict[str, Any]:
 
 
 def _extent(core: Any) -> tuple[bool, int]:
-    """Return True if all tasks were evaluated, and the number of questions, or (False, -1) if `core` is damaged."""
+    """Return whether all tasks were evaluated, and the number of questions. Return (False, -1) if `core` is damaged."""
     try:
         return core["metric"] is not None, sum(task["rows"] for task in core["tasks"].values())
     except (AttributeError, LookupError, TypeError):
@@ -139,7 +140,7 @@ def _extent(core: Any) -> tuple[bool, int]:
 
 
 def _find(answers: Sequence[dict[str, Any]], task: Task, max_per_task: int | None) -> dict[str, Any] | None:
-    """Return a saved result for the same questions and prompt format, with any max_per_task, or None."""
+    """Return a saved result for the same questions and prompt format, or None if there is none."""
     asked = _asked(task) | {"rows": len(task.rows[:max_per_task])}
     return next((answer for answer in answers if asked.items() <= answer.items()), None)
 

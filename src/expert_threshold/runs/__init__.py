@@ -1,4 +1,4 @@
-"""A run folder: its configuration, metrics and checkpoints."""
+"""Reads and writes run folders, which contain a run's configuration, metrics and checkpoints."""
 
 from .checkpoint import Checkpoint, Fingerprints, Part
 from .folder import RunFolder, load_model

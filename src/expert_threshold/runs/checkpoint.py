@@ -1,4 +1,4 @@
-"""Checkpoints: folders of safetensors and JSON files, written atomically, with a manifest that holds their hashes.
+"""Checkpoints are folders of safetensors and JSON files, with a manifest of their hashes. They are written atomically.
 
     step_000100/
       manifest.json           format, version, step; size and sha256 of every other file; written last
@@ -6,9 +6,9 @@
       model.safetensors       one file per part: {name: tensor}
       optimizer.safetensors
 
-Several ranks write their own files in parallel, such as `model_of_rank_0.safetensors`. These contain whole tensors or
-slices along the first dimension, whose positions are in the metadata. Slices that overlap or leave gaps are rejected.
-Readers get whole tensors, so any number of ranks can resume.
+If there are several ranks, each writes its own files, such as `model_of_rank_0.safetensors`. They contain whole tensors
+or slices along the first dimension, with their positions in the metadata. Slices that overlap or leave gaps are
+rejected. Readers get whole tensors, so any number of ranks can resume.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Part(NamedTuple):
 
     tensor: Tensor
     start: int
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
 
 
 Tensors = Mapping[str, Mapping[str, Tensor | Part]]
-"""The tensors of a checkpoint: part -> name -> tensor, or one rank's slice of it."""
+"""The tensors of a checkpoint, keyed by part and then by name. They may be one rank's slices."""
 Fingerprints = dict[str, dict[str, Any]]
-"""Size and sha256 of each file."""
+"""The size and sha256 of each file, keyed by file name."""
 
 
 class Checkpoint(NamedTuple):
     step: int
-    tensors: dict[str, Any]  # part -> name -> tensor, on the CPU if read from disk
+    tensors: dict[str, Any]  # keyed by part and then by name; on the CPU if read from disk
     state: dict[str, Any]
 
 
@@ -63,9 +63,9 @@ def folder_of(parent: Path, step: int) -> Path:
 
 
 def saved_steps(parent: Path) -> list[int]:
-    """Return the saved steps in ascending order, including linked checkpoints on another disk.
+    """Return the saved steps in ascending order, including checkpoints that are links to another disk.
 
-    A half-written checkpoint never has the name of a step. Raises ValueError if `parent` is a dangling link.
+    An incomplete checkpoint never has the name of a step. Raises ValueError if `parent` is a dangling link.
     """
     if not _is_there(parent):
         return []
@@ -75,17 +75,17 @@ def saved_steps(parent: Path) -> list[int]:
 
 
 def _is_there(parent: Path) -> bool:
-    """Return True if the folder exists. Raises ValueError for a dangling link, for example to an absent disk."""
+    """Return True if the folder exists. Raises ValueError if it is a dangling link, such as one to an absent disk."""
     if parent.is_symlink() and not parent.exists():
         raise ValueError(
-            f"{parent}: links to {os.readlink(parent)}, which does not exist; reconnect that disk, or remove the link "
-            "to continue without its checkpoints"
+            f"{parent} is a link to {os.readlink(parent)}, which does not exist; reconnect that disk, or remove the "
+            "link to continue without its checkpoints"
         )
     return parent.exists()
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder or a file. If it is a link, its target stays, since that may not belong to the run."""
+    """Remove a folder or a file. If it is a link, its target is kept, since the target may not belong to the run."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -93,10 +93,10 @@ def _remove(path: Path) -> None:
 
 
 def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int | None = None) -> None:
-    """Save a checkpoint atomically: it exists complete or not at all, even if the process is killed.
+    """Save a checkpoint atomically. Even if the process is killed, it is either complete or does not exist.
 
-    A step that is already saved is left as it is, since a run has one state per step. After OSError (a full disk) or
-    any other exception, all earlier checkpoints are intact. keep: as in `commit`.
+    If the step is already saved, nothing happens, since a run has only one state per step. An OSError (such as a full
+    disk) or any other exception leaves all earlier checkpoints intact. keep: as in `commit`.
     """
     temporary = begin(parent, step)
     if temporary is None:
@@ -108,8 +108,8 @@ def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any], k
 
 
 def begin(parent: Path, step: int) -> Path | None:
-    """Return an empty folder for a checkpoint's files, or None if the step is already saved. Removes leftovers of
-    checkpoints that were never committed.
+    """Return an empty folder for a checkpoint's files, or None if the step is already saved. Checkpoints that were
+    never committed are removed.
     """
     if not _is_there(parent):
         parent.mkdir()
@@ -129,7 +129,7 @@ def begin(parent: Path, step: int) -> Path | None:
 
 
 def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> Fingerprints:
-    """Write one file per part. rank: this rank, if several ranks write to the folder. May be called in any thread."""
+    """Write one file per part, in any thread. rank: this rank, or None if only one process writes to the folder."""
     names = []
     for part, content in tensors.items():
         names.append(f"{part}.safetensors" if rank is None else f"{part}_of_rank_{rank}.safetensors")
@@ -141,8 +141,8 @@ def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> F
 def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any], keep: int | None = None) -> None:
     """Commit the files that all ranks have written as the checkpoint of `step`. files: their fingerprints.
 
-    keep: number of newest checkpoints to keep, or None for all; `step` is kept in any case. The target of a linked
-    checkpoint is never removed.
+    keep: number of newest checkpoints to keep, or None to keep all. The checkpoint of `step` is always kept, and so are
+    the targets of links.
     """
     temporary = _temporary(parent, step)
     write_synced(temporary / "state.json", to_json(state, indent=1).encode())
@@ -156,7 +156,7 @@ def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any
     sync_folder(parent)
     for earlier in saved_steps(parent)[:-keep] if keep is not None else ():
         if earlier != step:
-            doomed = _temporary(parent, earlier)  # so that no half-removed checkpoint has a step's name
+            doomed = _temporary(parent, earlier)  # so that a partly removed checkpoint never has a step's name
             os.replace(folder_of(parent, earlier), doomed)
             _remove(doomed)
 
@@ -168,15 +168,15 @@ def _temporary(parent: Path, step: int) -> Path:
 def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Checkpoint:
     """Load the checkpoint of `step`, or only some `parts` of its tensors, without unpickling anything.
 
-    Every file is checked against the manifest before it is loaded. Raises ValueError that names what is damaged,
-    missing or foreign, and the checkpoint to fall back on.
+    Every file is checked against the manifest before it is loaded. Raises ValueError if a file is damaged, missing or
+    foreign, naming the file and the checkpoint to fall back on.
     """
     folder = folder_of(parent, step)
     try:
         names = [name for name in _listed(folder) if parts is None or _part_of(name) in parts]
         missing = set(parts or ()) - set(map(_part_of, names))
         if missing:
-            raise ValueError(f"{folder}: contains no {', '.join(sorted(missing))}")
+            raise ValueError(f"{folder} contains no {', '.join(sorted(missing))}")
         verify(folder, {*names, "state.json"})
         state = read_json(folder / "state.json")
         files = [name for name in names if name != "state.json"]
@@ -190,7 +190,7 @@ def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Check
 
 
 def verify(folder: Path, names: Collection[str] | None = None) -> None:
-    """Check all files, or only those in `names`, against the manifest. Raises ValueError on the first difference."""
+    """Check all files, or only the files in `names`, against the manifest. Raises ValueError at the first mismatch."""
     for name, expected in _listed(folder).items():
         if names is not None and name not in names:
             continue
@@ -200,7 +200,7 @@ def verify(folder: Path, names: Collection[str] | None = None) -> None:
         found = _fingerprint(path, expected["size"])
         if found != expected:
             what = "size" if found["size"] != expected["size"] else "sha256"
-            raise ValueError(f"{path}: damaged: its {what} does not match the manifest")
+            raise ValueError(f"{path} is damaged: its {what} does not match the manifest")
 
 
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
@@ -210,18 +210,18 @@ def _listed(folder: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{path}: the file is missing")
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path}: not a checkpoint of expert-threshold, or damaged")
+        raise ValueError(f"{path} is damaged or was not written by expert-threshold")
     if manifest.get("version") != VERSION:
-        raise ValueError(f"{path}: format version {manifest.get('version')}, but this program reads {VERSION}")
+        raise ValueError(f"{path} has format version {manifest.get('version')}, but this program reads {VERSION}")
     files = manifest.get("files")
     if not isinstance(files, dict) or "state.json" not in files or manifest.get("step") != int(folder.name[5:]):
-        raise ValueError(f"{path}: damaged")
+        raise ValueError(f"{path} is damaged")
     for name, fingerprint in files.items():
-        # Also rejects names that lead out of the folder.
+        # This also rejects names that point outside the folder.
         if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"{path}: lists {name!r}, which is not a file of a checkpoint")
+            raise ValueError(f"{path} lists {name!r}, which is not a file of a checkpoint")
         if not isinstance(fingerprint, dict) or fingerprint.keys() != {"size", "sha256"}:
-            raise ValueError(f"{path}: damaged")
+            raise ValueError(f"{path} is damaged")
     return files
 
 
@@ -250,7 +250,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
     """Write a safetensors file. Raises OSError if the disk is full."""
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
-    except SafetensorError as error:  # how safetensors reports a full disk
+    except SafetensorError as error:  # safetensors reports a full disk in this way
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise OSError(f"{path}: {error}") from error
@@ -260,7 +260,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
 
 
 def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
-    """Return the tensors in all ranks' files of a part. Raises ValueError unless slices cover each tensor once."""
+    """Read one part from the files of all ranks. Raises ValueError unless slices cover each tensor exactly once."""
     tensors: dict[str, Tensor] = {}
     parts: defaultdict[str, list[Part]] = defaultdict(list)
     for path in paths:
@@ -274,17 +274,17 @@ def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
                     parts[name].append(Part(file.get_tensor(name), start, tuple(shape)))
                 else:
                     tensors[name] = file.get_tensor(name)
-    while parts:  # frees slices as they are joined: in all they are as large as the checkpoint
+    while parts:  # frees slices once they are joined, since they are as large as the checkpoint
         name, found = parts.popitem()
         try:
             tensors[name] = _join(found)
         except ValueError as error:
-            raise ValueError(f"{paths[0].parent}: {name} is incomplete: {error}") from None
+            raise ValueError(f"{paths[0].parent}: {name} cannot be restored: {error}") from None
     return tensors
 
 
 def _join(parts: list[Part]) -> Tensor:
-    """Return a tensor joined from its slices. Raises ValueError unless they cover it exactly once."""
+    """Join the slices of a tensor. Raises ValueError unless they cover it exactly once."""
     parts = sorted(parts, key=lambda part: (part.start, len(part.tensor)))
     shape, dtype = parts[0].shape, parts[0].tensor.dtype
     end = 0
@@ -292,15 +292,15 @@ def _join(parts: list[Part]) -> Tensor:
         if whole != shape or rows.dtype != dtype or rows.ndim != len(shape) or rows.shape[1:] != shape[1:]:
             raise ValueError("its parts belong to different tensors")
         if start != end:
-            raise ValueError("parts overlap" if start < end else "files of a rank are missing")
+            raise ValueError("its parts overlap" if start < end else "files of a rank are missing")
         end += len(rows)
     if end != shape[0]:
-        raise ValueError("files of a rank are missing" if end < shape[0] else "parts reach beyond its end")
+        raise ValueError("files of a rank are missing" if end < shape[0] else "its parts extend beyond its end")
     return torch.cat([part.tensor for part in parts])
 
 
 def _fingerprint(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Return the size and the hash of a file. The hash is left empty if `size` is given and differs."""
+    """Return the size and the hash of a file. If `size` is given and differs, the hash is empty."""
     found = path.stat().st_size
     if size not in (None, found):
         return {"size": found, "sha256": ""}

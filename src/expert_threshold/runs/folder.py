@@ -1,4 +1,4 @@
-"""A run folder: everything that a training run writes, enough to resume, repeat or use the run."""
+"""A run folder contains everything that a training run writes, which is enough to resume, repeat or use the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 class RunFolder:
     """The files of one run.
 
-    config.json             the whole resolved configuration
+    config.json             the complete configuration, with defaults
     metrics.jsonl           one JSON object per line
     tokenizer.json
     checkpoints/step_000100/
@@ -41,7 +41,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Refer to a folder without touching it. Use `create` or `open` instead."""
+        """Refer to a folder without accessing it. Use `create` or `open` instead."""
         self.path = path
         self.metrics = Metrics(path / "metrics.jsonl")
         self.tokenizer_path = path / "tokenizer.json"
@@ -52,11 +52,11 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path) -> RunFolder:
-        """Create an empty run folder. Raises ValueError if something is there: no run is ever overwritten."""
+        """Create an empty run folder. Raises ValueError if it is not empty, since a run is never overwritten."""
         path = Path(path)
         if path.exists() and not (path.is_dir() and is_vacant(path)):
             resume = f"continue it with --resume {path}, or " if (path / "config.json").is_file() else ""
-            raise ValueError(f"--out {path}: already exists; {resume}name another --out")
+            raise ValueError(f"--out {path} already exists; {resume}name another --out")
         path.mkdir(parents=True, exist_ok=True)
         return cls(path)
 
@@ -67,19 +67,19 @@ class RunFolder:
         if not run.path.is_dir():
             raise ValueError(f"{path}: no such run folder; name the --out of an earlier `et train`")
         if not run._config_path.is_file():
-            raise ValueError(f"{path}: not a run folder (no config.json); name the --out of an earlier `et train`")
+            raise ValueError(f"{path} is not a run folder (no config.json); name the --out of an earlier `et train`")
         run._read_config()
         return run
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the run for training. Raises ValueError that names the process if another one is training it."""
+        """Lock the run for training. Raises ValueError, naming the process, if another process is training it."""
         with exclusive(self.path / LOCK):
             yield
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration as passed to `write_config`."""
+        """The configuration that was passed to `write_config`."""
         return {key: value for key, value in self._read_config().items() if key not in ("format", "version")}
 
     def section(self, name: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class RunFolder:
         return section
 
     def model_options(self) -> dict[str, Any]:
-        """Return the options of the model and its rule, by path."""
+        """Return the options of the model and its rule, keyed by path."""
         return {f"{part}.{name}": value for part in ("model", "rule") for name, value in self.section(part).items()}
 
     @contextmanager
@@ -112,11 +112,11 @@ class RunFolder:
         config = read_json(self._config_path)
         if config.get("format") != FORMAT:
             raise ValueError(
-                f"{self._config_path}: damaged or not written by expert-threshold; name the --out of an `et train`"
+                f"{self._config_path} is damaged or was not written by expert-threshold; name the --out of `et train`"
             )
         if config.get("version") != VERSION:
             raise ValueError(
-                f"{self._config_path}: format version {config.get('version')}, but this program reads {VERSION}; "
+                f"{self._config_path} has format version {config.get('version')}, but this program reads {VERSION}; "
                 "use the version of expert-threshold that wrote it"
             )
         return config
@@ -131,7 +131,7 @@ class RunFolder:
         vocab_size = self.section("model").get("vocab_size")
         if tokenizer.vocab_size != vocab_size:
             raise ValueError(
-                f"{self.tokenizer_path}: has {tokenizer.vocab_size} tokens, but config.json says {vocab_size}; "
+                f"{self.tokenizer_path} has {tokenizer.vocab_size} tokens, but config.json says {vocab_size}; "
                 "restore it from a copy, or train again"
             )
         return tokenizer
@@ -146,30 +146,30 @@ class RunFolder:
 
     @property
     def has_lost_checkpoints(self) -> bool:
-        """True if the run once saved a checkpoint but none is left. A report proves that it did."""
+        """True if no checkpoint is left although the run saved one, which the existence of a report proves."""
         return self.report.exists() and self.latest_checkpoint() is None
 
     def save_checkpoint(self, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int | None = None) -> None:
-        """Save `tensors` (part -> name -> tensor) and `state` (strict JSON with text keys) atomically.
+        """Save `tensors`, keyed by part and then by name, and `state`, a JSON object, atomically.
 
-        keep: number of newest checkpoints to keep; None keeps all. A step that is already saved does not change.
-        Raises OSError if the disk is full; earlier checkpoints stay intact.
+        keep: number of newest checkpoints to keep; None keeps all. If the step is already saved, nothing happens.
+        Raises OSError if the disk is full, in which case earlier checkpoints stay intact.
         """
         checkpoint.write(self.checkpoints_path, step, tensors, state, keep)
 
     def load_checkpoint(self, step: int | None = None, parts: Collection[str] | None = None) -> Checkpoint:
         """Return the verified checkpoint of `step` (by default the newest), or only some `parts` of its tensors.
 
-        Raises ValueError that names the damaged or missing file and the checkpoint to fall back on, or a model option
-        in config.json that differs from the checkpoint's.
+        Raises ValueError if a file is damaged or missing, naming it and the checkpoint to fall back on, or if a model
+        option in config.json differs from the checkpoint's.
         """
         steps = self.checkpoints()
         if not steps:
-            raise ValueError(f"{self.path}: no checkpoint was saved yet; train it longer")
+            raise ValueError(f"{self.path} has no checkpoint yet; train it longer")
         if step is None:
             step = steps[-1]
         if step not in steps:
-            raise ValueError(f"{self.path}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}")
+            raise ValueError(f"{self.path} has no checkpoint of step {step}; choose from {', '.join(map(str, steps))}")
         saved = checkpoint.read(self.checkpoints_path, step, parts)
         options = saved.state.get("options", {})
         for path, value in self.model_options().items() if options else ():
@@ -188,10 +188,10 @@ def derive(
     model: Mapping[str, Any],
     files: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> RunFolder:
-    """Write a run folder atomically, with new weights but the configuration and the tokenizer of another run.
+    """Write a run folder atomically, with new weights and the configuration and tokenizer of another run.
 
-    model: the model's sections of the configuration; files: further JSON objects by name. The source does not change.
-    Raises ValueError if `to` is not empty, and OSError if the disk is full.
+    model: the sections of the configuration that describe the new model. files: further JSON objects, keyed by file
+    name. The source does not change. Raises ValueError if `to` is not empty, and OSError if the disk is full.
     """
     with new_folder(to) as temporary:
         run = RunFolder(temporary)
@@ -212,10 +212,9 @@ def load_model(
 ) -> tuple[GPT, Tokenizer]:
     """Return the model of a run at `step` (by default the last one saved), in evaluation mode, and its tokenizer.
 
-    Weights are in the compute dtype, except for float32 routers; to continue training, read the checkpoint instead.
-    rate: mean fanout; see `GPT.set_rate`.
-    Raises ValueError if the folder, the checkpoint or the tokenizer is missing, damaged or foreign, or if the model
-    cannot run at this rate.
+    Weights are in the compute dtype, except that routers stay in float32. To continue training, read the checkpoint
+    instead. rate: the mean fanout; see `GPT.set_rate`. Raises ValueError if the folder, the checkpoint or the tokenizer
+    is missing, damaged or foreign, or if the model cannot run at this rate.
     """
     folder = RunFolder.open(run)
     weights = folder.load_checkpoint(step, parts=("model",)).tensors["model"]
@@ -226,10 +225,10 @@ def load_model(
         model.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{folder.path}: checkpoint and config.json disagree: {reason}") from error
+        raise ValueError(f"{folder.path}: the checkpoint and config.json disagree: {reason}") from error
     routers = {moe.router.weight for _, moe in model.moe_layers()}
     for weight in model.parameters():
         if weight not in routers:
-            weight.data = weight.data.to(compute_dtype)  # once, not in every forward
+            weight.data = weight.data.to(compute_dtype)  # cast once instead of in every forward
     model.set_rate(rate)
     return model.eval(), folder.tokenizer()

@@ -1,4 +1,4 @@
-"""Locks a folder for one process, with a lock file that the operating system releases if the process dies."""
+"""Locks a folder for one process. If the process dies, the operating system releases the lock."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TextIO
 from ..files import TEMPORARY, named
 
 LOCK = ".lock"
-"""The lock file's name in the folder it locks. A file left by a killed process locks nothing and is ignored."""
+"""The name of the lock file in a locked folder. If a killed process leaves the file, it is ignored."""
 
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`. Raises ValueError naming the holder if it is already held, even by this process."""
+    """Hold the lock file `path`. Raises ValueError, naming the holder, if anyone holds it, even this process."""
     with ExitStack() as stack:
         with named(path):
             file = _locked(path, stack)
@@ -41,12 +41,12 @@ def _locked(path: Path, stack: ExitStack) -> TextIO:
         except BlockingIOError:
             file.seek(0)
             holder = file.read() or "another process"
-            raise ValueError(f"{path.parent}: {holder} is working there; stop it first") from None
+            raise ValueError(f"{path.parent} is in use by {holder}; stop it first") from None
         with suppress(FileNotFoundError):  # the previous holder removed the file after we had opened it
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 return file
 
 
 def is_vacant(folder: Path) -> bool:
-    """Return True if the folder contains at most a lock and incomplete files, such as a killed process leaves."""
+    """Return True if the folder contains nothing but what a killed process may leave: a lock and incomplete files."""
     return all(path.name == LOCK or path.name.startswith(TEMPORARY) for path in folder.iterdir())

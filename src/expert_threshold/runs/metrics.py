@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per line, each with its `step` and its `split`."""
+"""Reads and writes `metrics.jsonl`, which contains one JSON object per line, each with a `step` and a `split`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Metrics:
         self.path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a line in a single write, with null for NaN and infinity. After an OSError, nothing was added."""
+        """Append a record as one line, with null for NaN and infinity. If an OSError is raised, nothing is added."""
         assert isinstance(record["step"], int), record["step"]
         assert isinstance(record["split"], str), record["split"]
         line = (to_json(_finite(record)) + "\n").encode()
         with named(self.path), self.path.open("ab", buffering=0) as file:
             end = file.tell()
-            if file.write(line) < len(line):  # a full disk accepts part of it and fails at the next write
+            if file.write(line) < len(line):  # a full disk accepts a part of the line and fails only at the next write
                 file.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
@@ -55,7 +55,7 @@ class Metrics:
         return whole
 
     def truncate_after(self, step: int) -> None:
-        """Drop lines of later steps and a torn last line, because a run resumed from `step` writes them again."""
+        """Drop lines of later steps and a torn last line, because a run that resumes from `step` writes them again."""
         kept = [to_json(record) + "\n" for record in self.read() if record["step"] <= step]
         replace_file(self.path, "".join(kept).encode())
 

@@ -1,4 +1,4 @@
-"""Training: the loop is in `loop.py`; the other files prepare, evaluate, log and save for it."""
+"""Trains models. The loop is in `loop.py`; the other files prepare, evaluate, log and save for it."""
 
 from .config import TrainConfig
 from .log import DivergedError

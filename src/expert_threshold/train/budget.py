@@ -1,11 +1,11 @@
-"""The number of steps of a run. With a time budget, it is first set by measured speed and revised as time passes.
+"""Decides the number of steps of a run. With a time budget, it follows from the measured speed and is revised later.
 
 The learning rate is a function of progress, which rises linearly from 0 to 1 over the steps. After a revision, progress
-continues linearly to 1 at the new end. The schedule therefore never jumps, and at a steady speed it is close to that of
-a run whose number of steps was known from the start. If a run is extended by hand, its learning rates do jump, to those
-of a run of the new length: at the end of a schedule they are too small to learn much more. Warmups remain as first
-decided. All decisions are kept in config.json and in checkpoints, so that a resumed run takes the same steps at the
-same learning rates.
+continues linearly to 1 at the new end. The schedule therefore never jumps. At a steady speed, it is close to the
+schedule of a run whose number of steps was known from the start. If a user extends a run, its learning rates do jump to
+the values of a run of the new length, since at the end of a schedule they are too small to learn much more. Warmups
+keep their first lengths. All decisions are kept in config.json and in checkpoints, so that a resumed run takes the same
+steps at the same learning rates.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import NamedTuple
 SHARE_OF_STEPS = 0.85
 """The fraction of the time planned for steps, before validation, samples and checkpoints have been timed."""
 POINTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-"""Fractions of the time, and of the steps, at which the number of steps is revised."""
+"""The fractions of the time or of the steps at which the number of steps is revised."""
 COLD, ENOUGH = 3, 5
-"""The number of first steps in a session that are not timed, and of timed steps that are needed to judge its speed."""
+"""How many steps at the start of a session are not timed, and how many timed steps are needed to judge its speed."""
 AIM, TOLERANCE = 0.97, 0.05
 """The fraction of the time that a decision aims to use, and the fraction of the remaining time by which a run may miss
 that aim before its number of steps is changed."""
 
 
 class Between(NamedTuple):
-    """Work that is done between steps and at the end."""
+    """One kind of work that is done between steps and at the end."""
 
-    every: int | None  # number of steps between two times; None does it only at the end
-    guess: float = 0.0  # duration, in steps, assumed until it is measured
+    every: int | None  # the interval in steps; None does the work only at the end
+    guess: float = 0.0  # the duration, in steps, that is assumed until it is measured
 
 
 class Decision(NamedTuple):
-    """At `step`, after `seconds` of its time, the run was set to `steps` steps in all.
+    """A decision, made at `step` after `seconds` of the run's time, that the run has `steps` steps in total.
 
-    extends: the learning rates become those of a run of `steps` steps, instead of continuing without a jump.
+    extends: the learning rates jump to the values of a run of `steps` steps, instead of continuing without a jump.
     """
 
     step: int
@@ -47,8 +47,8 @@ class Decision(NamedTuple):
 class Budget:
     """The number of steps of a run, and the progress of each step in the learning-rate schedule.
 
-    seconds: the time for steps and the work between them; None keeps the number of steps fixed. decisions: the earlier
-    decisions of a resumed run.
+    seconds: the time for the steps and the work between them; None means a fixed number of steps. decisions: the
+    earlier decisions of a resumed run.
     """
 
     def __init__(self, steps: int, seconds: float | None = None, decisions: Sequence[Sequence[float]] = ()) -> None:
@@ -61,7 +61,7 @@ class Budget:
 
     @property
     def scheduled(self) -> int:
-        """The number of steps in the first decision, for which the schedule was made; the unit of `progress`."""
+        """The number of steps in the first decision, for which the schedule was made. It is the unit of `progress`."""
         return self.decisions[0].steps
 
     def steps_at(self, step: int) -> int:
@@ -69,7 +69,7 @@ class Budget:
         return next(decision.steps for decision in reversed(self.decisions) if decision.step <= step)
 
     def progress(self, step: int) -> float:
-        """Return the progress at `step`, from 0 to `scheduled`. With only one decision, it equals `step`."""
+        """Return the progress at `step`, from 0 to `scheduled`. If there is only one decision, it equals `step`."""
         made, left, begin, end = 0.0, float(self.scheduled), 0, self.scheduled
         for decision in self.decisions[1:]:
             if decision.extends and decision.step <= step:
@@ -81,7 +81,7 @@ class Budget:
         return made + left * (step - begin) / (end - begin)
 
     def took(self, seconds: float, what: str | None = None) -> None:
-        """Record the duration of a step or, if named, of work between steps."""
+        """Record the duration of a step or, if `what` is given, of the named work between steps."""
         if what is not None:
             self._others.setdefault(what, []).append(seconds)
         elif self._cold:
@@ -92,7 +92,7 @@ class Budget:
     def decide(self, step: int, gone: float, between: Mapping[str, Between]) -> Decision | None:
         """Return the next decision, if one is due after `step`. gone: seconds elapsed so far."""
         last = self.decisions[-1]
-        if self.seconds is None or not last.step < step < last.steps:  # at the end, or replaying earlier steps
+        if self.seconds is None or not last.step < step < last.steps:  # the run is at its end, or repeats earlier steps
             return None
         pace = _mean(self._steps[-max(ENOUGH, len(self._steps) // 5) :])
         cost = {

@@ -35,7 +35,7 @@ FREE_ON_RESUME = {
 
 
 def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
-    """Raise ValueError if the options cannot work with any text, on this machine or with this number of ranks."""
+    """Raise ValueError if the options cannot work with any text, or on this machine with this number of ranks."""
     require_backend(model, config)
     if config.threads is not None:
         require_few(config.threads)
@@ -62,18 +62,18 @@ def require_backend(model: GPTConfig, config: TrainConfig) -> None:
 
 
 def require_few(threads: int) -> None:
-    """Raise ValueError if there are far more threads than cores; the system kills a process with too many."""
+    """Raise ValueError if there are far more threads than cores. The system kills a process with too many threads."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if threads > most:
         raise ValueError(f"threads={threads} is more than this machine can use; give at most {most}")
 
 
 def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
-    """Raise ValueError if the rule refuses the micro-batch, because k = 0 or because the pool does not divide it."""
+    """Raise ValueError if the rule rejects the micro-batch, because k = 0 or because the pool does not divide it."""
     local = local_batch(config.batch_size, config.accumulation, model.rule, ranks)
     if model.rule is not None and model.dense_layers < model.layers:
         try:
-            with torch.device("meta"):  # only shapes matter, so nothing is allocated
+            with torch.device("meta"):  # nothing is allocated, since only shapes matter
                 scores = torch.zeros(local.pooled, model.context, model.rule.num_scores)
                 model.rule.route(scores, Router(1, model.rule).state, training=True)
         except (RuntimeError, TypeError) as error:
@@ -82,9 +82,9 @@ def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
 
 
 def decisive(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in config.json that decide what a run learns, except for the number of steps.
+    """Return the options in config.json that determine what a run learns, except for the number of steps.
 
-    The text is not among them, because it is compared by its hash.
+    The text is not included, because it is compared by its hash.
     """
     free = {f"train.{name}" for name in (*FREE_ON_RESUME, "steps")}
     options = {f"{part}.{name}": v for part in ("model", "rule", "optim", "train") for name, v in record[part].items()}
@@ -93,9 +93,9 @@ def decisive(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_unchanged(folder: RunFolder, record: Mapping[str, Any], budget: Budget, saved: Checkpoint) -> None:
-    """Raise ValueError naming each option that differs from the checkpoint's.
+    """Raise ValueError if any option differs from the checkpoint, naming all of them.
 
-    record: the content of config.json, updated by the given options. budget: from config.json.
+    record: the content of config.json, updated with the given options. budget: the budget in config.json.
     """
     options = decisive(record)
     with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to resume from an earlier one"):

@@ -10,8 +10,8 @@ import torch
 from ..model import GPT, GPTConfig, Output, flops_per_token
 from .config import TrainConfig
 
-# FLOPs of a run above which compiling clearly saves time. On a CPU it takes up to a minute and makes steps a tenth
-# shorter, or a fifth without our kernels (docs/log/training.md). It was not measured on a GPU.
+# Compiling clearly saves time in runs with more FLOPs than this. On a CPU, it takes up to a minute and makes steps a
+# tenth shorter, or a fifth without our kernels (docs/log/training.md). The value for GPUs is not based on measurements.
 PAYS = {"cpu": 2e14, "cuda": 1e16}
 GRAPHS = 64  # torch must keep at least this many graphs per process, since `et compare` trains many models in one
 
@@ -19,9 +19,9 @@ GRAPHS = 64  # torch must keep at least this many graphs per process, since `et 
 def pick_compile(
     model: GPTConfig, config: TrainConfig, device: torch.device, ranks: int, say: Callable[[str], None]
 ) -> bool:
-    """Return True to compile: for `on`, and for `auto` if it pays off and works. Raises ValueError if `on` cannot work.
+    """Return True for `on`, and for `auto` if compiling works and saves time. Raises ValueError if `on` cannot work.
 
-    say: called with a line to print before anything slow.
+    say: prints a line. It is called before anything slow.
     """
     if config.compile == "off" or (config.compile == "auto" and (ranks > 1 or not _pays(model, config, device))):
         return False
@@ -39,8 +39,8 @@ def pick_compile(
 
 
 def compiled(model: GPT) -> Callable[..., Output]:
-    """Return the model's forward, compiled as one graph, backward included, for batches of one shape."""
-    import torch._dynamo  # takes seconds, which other runs save
+    """Return the model's forward, compiled with its backward as a single graph, for batches of a single shape."""
+    import torch._dynamo  # takes seconds, so other runs do without it
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     forward: Callable[..., Output] = torch.compile(model, fullgraph=True, dynamic=False)
@@ -50,17 +50,17 @@ def compiled(model: GPT) -> Callable[..., Output]:
 def _pays(model: GPTConfig, config: TrainConfig, device: torch.device) -> bool:
     tokens = config.batch_size * model.context
     if device.type != "cpu" and model.rule is not None and model.rule.max_pairs(tokens, training=True) is None:
-        return False  # buffers would need room for every token at every expert
+        return False  # without a bound, buffers would need room for every token at every expert
     flops = config.steps * config.accumulation * tokens * flops_per_token(model)
     return flops >= PAYS.get(device.type, float("inf"))
 
 
 @functools.cache
 def failure(device: torch.device) -> str | None:
-    """Return why torch cannot compile for the device, or None if it can. Takes seconds the first time."""
+    """Return the reason why torch cannot compile for the device, or None if it can. The first call takes seconds."""
     try:
         torch.compile(lambda x: x.square() + 1, fullgraph=True)(torch.ones(64, device=device))
     except Exception as error:  # an absent or broken compiler can raise anything
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # "backend='inductor' raised:", then why
+        return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # the reason is on the second line
     return None

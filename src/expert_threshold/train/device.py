@@ -1,4 +1,4 @@
-"""Settings for the machine of a run: device, compute dtype and memory allocator."""
+"""Adapts a run to its machine: device, compute dtype, kernels, memory allocator and garbage collector."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..optim.muon import fast_dtype
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the named device; 'auto' prefers CUDA to the CPU. Raises ValueError if the device is absent."""
+    """Return the named device. 'auto' prefers CUDA to the CPU. Raises ValueError if the device is not available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -30,7 +30,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the named compute dtype; 'auto' picks bfloat16 if the hardware multiplies it, else float32."""
+    """Return the named compute dtype. 'auto' picks bfloat16 if the hardware can multiply it, or else float32."""
     dtypes = {"auto": fast_dtype(device), "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name not in dtypes:
         raise ValueError(f"dtype={name!r} is unknown; use one of {', '.join(dtypes)}")
@@ -38,21 +38,21 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if the kernels of `kernels/cpu` support this device and dtype. Builds them if necessary."""
+    """Return True if the kernels in `kernels/cpu` support this device and dtype. They are built if necessary."""
     return device.type == "cpu" and dtype == torch.bfloat16 and available()
 
 
 def kernels_off(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return a line on why a CPU run does without kernels, or None if it uses them or runs on a GPU."""
+    """Return a line that explains why a CPU run uses no kernels, or None if it uses them or runs on a GPU."""
     if device.type != "cpu" or kernels_run(device, dtype):
         return None
     by_choice = dtype != torch.bfloat16 and fast_dtype(device) == torch.bfloat16
     why = "they compute in bfloat16, and this run does not" if by_choice else reason()
-    return f"kernels are off: {why}; PyTorch's operations compute the same, more slowly"
+    return f"kernels are off: {why}; PyTorch's operations compute the same results more slowly"
 
 
 def _cpu() -> str:
-    """Return the processor's name, with family and model if known: virtual machines often hide the exact name."""
+    """Return the processor's name, with its family and model, since virtual machines often hide the exact name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
@@ -65,7 +65,7 @@ def _cpu() -> str:
 
 
 def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
-    """Return what determines the speed of a run: CPU, cores, torch's threads, and the GPU if `device` is one."""
+    """Return what determines the speed of a run: the CPU, its cores, torch's threads, and the GPU if it is used."""
     return {
         "system": platform.system(),
         "cpu": _cpu(),
@@ -81,9 +81,9 @@ HEAP_BYTES = 4 << 30  # of address space, not of memory
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory instead of returning it, so that large tensors do not cause page faults every time.
 
-    The heap is grown once by an untouched block of huge pages, from which tensors are then allocated. Steps of
-    quickstart then have no page faults, instead of thousands of 5 µs each in the first dozens of steps. This affects
-    the whole process. It does nothing if malloc is not glibc's.
+    The heap is extended once by an untouched block of huge pages, from which tensors are then allocated. Without it,
+    each of the first dozens of quickstart's steps has thousands of page faults, which take 5 µs each. This affects the
+    whole process. It does nothing if malloc is not glibc's.
     """
     if sys.platform != "linux":
         return
@@ -109,9 +109,9 @@ def keep_freed_memory() -> None:
 def gc_frozen() -> Iterator[None]:
     """Exclude all existing objects from garbage collection within the context.
 
-    A corpus and a tokenizer leave millions of objects, and a collection over them takes as long as a small step.
+    A corpus and a tokenizer consist of millions of objects, and scanning them takes as long as a small step.
     """
-    if gc.get_freeze_count():  # a host program froze objects; unfreezing would undo that
+    if gc.get_freeze_count():  # the host program has frozen objects, which unfreezing would undo
         yield
         return
     gc.collect()

@@ -1,4 +1,4 @@
-"""The work between steps: validation, text samples and CORE. Decides what is due, and measures the time it takes."""
+"""Does the work between steps (validation, text samples and CORE), decides when it is due, and measures its time."""
 
 from __future__ import annotations
 
@@ -22,17 +22,14 @@ from .saving import Saver
 from .state import Prepared, TrainState, random_state, restore_random_state
 
 Sample = Callable[[GPT, Tokenizer, int], str]
-"""Returns text that the model generates after a step; provided by the caller of `train`."""
+"""A function, provided by the caller of `train`, that returns text which the model generates after a step."""
 
 Validated = Callable[[int, float], None]
 """Called with the step and the loss of each validation. An exception from it ends the run."""
 
 
 class Timer:
-    """Records a run's time in `state.elapsed` and in its budget; starts when created.
-
-    validation: the validation text.
-    """
+    """Records the time of a run in `state.elapsed` and in its budget. The timer starts when it is created."""
 
     def __init__(self, state: TrainState, validation: Tokens | None) -> None:
         self._state = state
@@ -41,12 +38,12 @@ class Timer:
 
     @property
     def elapsed(self) -> float:
-        """Seconds in all sessions so far, without preparation and pauses."""
+        """The number of seconds in all sessions so far, excluding preparation and pauses."""
         return now() - self._start
 
     @contextmanager
     def measure(self, work: str | None = None) -> Iterator[None]:
-        """Measure a step or, if named, work between steps."""
+        """Measure a step or, if `work` is given, the named work between steps."""
         before = now()
         yield
         self._state.budget.took(now() - before, work)
@@ -54,13 +51,13 @@ class Timer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time spent in the context."""
+        """Exclude the time spent in the context from the run's time."""
         before = now()
         yield
         self._start += now() - before
 
     def revise_steps(self, log: RunLog) -> None:
-        """Revise the number of steps of a run with a time budget, if that is due. The main rank decides for all."""
+        """If the run has a time budget, revise its number of steps when due. The main rank decides for all ranks."""
         state = self._state
         if state.budget.seconds is None:
             return
@@ -72,7 +69,7 @@ class Timer:
 
 
 def _work_between_steps(config: TrainConfig, validation: Tokens | None, context: int) -> dict[str, Between]:
-    """Return the work between steps, by name. Validation is only a forward pass, a third of a step's work per token."""
+    """Return the work between steps, keyed by name. Per token, validation takes a third of the work of a step."""
     work = {"checkpoint": Between(config.checkpoint_every)}
     if config.eval_every is not None and validation is not None:
         tokens = min(len(validation), config.eval_tokens or math.inf)
@@ -84,7 +81,7 @@ def _work_between_steps(config: TrainConfig, validation: Tokens | None, context:
 
 
 class _InterruptedError(Exception):
-    """Raised if a signal interrupts a long task that can be resumed."""
+    """Raised when a signal interrupts a long task that can be resumed."""
 
 
 @dataclass
@@ -109,7 +106,7 @@ class Evaluations:
         self.config, self.parallel = self.state.config, self.state.parallel
 
     def run_due(self) -> None:
-        """Validate, write a sample and evaluate CORE, each only if it is due at this step and not done yet."""
+        """Validate, write a sample and evaluate CORE, each only if it is due at this step and has not been done yet."""
         if self._is_validation_due():
             with self.timer.measure("validation"):
                 self._validate()
@@ -126,11 +123,11 @@ class Evaluations:
                 self.log.core_steps.add(self.state.step)
 
     def are_due(self) -> bool:
-        """Return True if an evaluation is due at this step and not done yet."""
+        """Return True if an evaluation is due at this step and has not been done yet."""
         return self._is_validation_due() or self._is_sample_due() or self._is_core_due()
 
     def need_checkpoint(self) -> bool:
-        """Return True if CORE is due, or a sample of a model that no rank holds whole: both need a checkpoint first."""
+        """Return True if CORE is due, or a sample of a model that no rank holds whole. Both need a checkpoint first."""
         return self._is_core_due() or (self.parallel.splits_model and self._is_sample_due())
 
     def _is_validation_due(self) -> bool:
@@ -169,7 +166,7 @@ class Evaluations:
         replace_file(self.folder.samples / f"step_{state.step:06d}.txt", text.encode())
 
     def _evaluate_core(self) -> bool:
-        """Return False if a signal interrupted CORE; evaluation.json then contains the tasks completed so far."""
+        """Evaluate CORE. Return False if a signal interrupts it; the completed tasks are then in evaluation.json."""
 
         def progress(task: str) -> Callable[[int, int], None]:
             show = self.display.task(f"CORE, {task}")

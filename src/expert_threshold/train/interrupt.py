@@ -13,22 +13,22 @@ from typing import Any
 from .state import TrainState
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Sent by Ctrl-C, `kill` and a closed terminal, and by Slurm and its users before a machine is taken away."""
+"""The signals sent by Ctrl-C, by `kill`, by a closing terminal, and by Slurm before it takes a machine away."""
 NOTICE = b"\nfinishing this step and saving; Ctrl-C again quits at once\n"
 
 Handler = Callable[[int, FrameType | None], Any] | int
 
 
 def handle(handler: Handler) -> dict[int, Any]:
-    """Install a handler for the signals that stop a run, and return the previous ones. nohup's SIG_IGN stays."""
+    """Install a handler for the signals that stop a run, and return the previous handlers. Keep nohup's SIG_IGN."""
     numbers = [n for n in STOPPING if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in numbers}
 
 
 class Interrupt:
-    """A context in which signals raise KeyboardInterrupt. Once `deferred`, the first signal only sets `requested`.
+    """A context in which signals raise KeyboardInterrupt. If `deferred` is set, the first one only sets `requested`.
 
-    quiet: print no notice. Python delivers signals only to the main thread, so other threads install no handler.
+    quiet: do not print a notice. Python delivers signals only to the main thread, so other threads install no handler.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -47,7 +47,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def stops(self, state: TrainState) -> bool:
-        """Return True once the run should stop. Ranks agree on the step, because all use the last step's status."""
+        """Return True if the run should stop. Ranks use the last step's status, so that all stop at the same step."""
         return self.requested if state.parallel.world is None else state.status.stop > 0
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
 """Shows the progress of a run, and logs its steps and evaluations to its folder and to a tracker.
 
-On a terminal, progress is a live line, elsewhere plain lines. Only the main rank writes. In metrics.jsonl, a key is
-absent if the rule has no value for it, and a list has one number per expert.
+On a terminal, progress is shown as a live line, and elsewhere as plain lines. Only the main rank writes. In
+metrics.jsonl, a key is absent if the rule has no value for it, and a list has one number per expert.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Title = Callable[[float | None], str]
 
 
 class RunConsole(Console):
-    """A console that falls silent once its terminal, or the reader of its output, is gone. The run then continues."""
+    """A console that prints nothing more once its terminal, or the reader of its output, is gone. The run continues."""
 
     def _check_buffer(self) -> None:
         try:
@@ -64,9 +64,9 @@ def say(console: Console, text: str) -> None:
 
 
 class Display:
-    """Shows the progress of a run or of other long work on `console`; None shows nothing.
+    """Shows the progress of a run, or of other long work, on a console. If the console is None, nothing is shown.
 
-    name: the prefix of every line, except that lines about steps start with the title.
+    name: the prefix of all lines except lines about steps, which start with the title.
     """
 
     def __init__(self, console: Console | None, title: Title = lambda left: "", name: str = "") -> None:
@@ -96,7 +96,7 @@ class Display:
             say(self._console, self._prefix + text)
 
     def task(self, what: str) -> Callable[[int, int], None]:
-        """Return a function that shows the progress of a long task; call it with the amount done and the total."""
+        """Return a function that shows the progress of a long task when called with the amount done and the total."""
         shown = time.monotonic()
         first: tuple[int, float] | None = None  # a resumed download does not start at 0
 
@@ -130,7 +130,7 @@ class Display:
         self._draw("\n".join(filter(None, [self._title(left), line])), step, self._steps)
 
     def record(self, step: int, record: dict[str, Any]) -> None:
-        """Show the means since the last record."""
+        """Show the means over the steps since the last record."""
         self._summary = summary(record)
         if self._live is None:
             left = self._left(step)
@@ -144,7 +144,7 @@ class Display:
         self.say("  ".join(filter(None, [self._title(left), f"step {step}/{self._steps}", text])))
 
     def _left(self, step: int) -> float:
-        """Return the seconds left at this session's pace so far, validation and saving included."""
+        """Return the seconds left at the average pace of this session, including validation and saving."""
         pace = (time.monotonic() - self._start) / (step - self._first)
         return pace * (self._steps - step)
 
@@ -174,9 +174,9 @@ def clock(seconds: float) -> str:
 
 
 def train_record(model: GPT, interval: Interval) -> dict[str, Any]:
-    """Return the means over an interval of the numbers that docs/analysis.md lists for each step.
+    """Return the means over an interval of all measurements of steps that docs/analysis.md lists.
 
-    The mean over lines, weighted by their steps, is thus the run's mean, however many steps a line covers.
+    The mean over all lines, weighted by their steps, is the mean over the run, however many steps a line covers.
     """
     means = {name: _rounded(value) for name, value in interval.means.items()}
     layers = {
@@ -190,7 +190,7 @@ def train_record(model: GPT, interval: Interval) -> dict[str, Any]:
 
 
 def validation_record(model: GPT, validation: Validation) -> dict[str, Any]:
-    """Return the content of a validation's line in metrics.jsonl."""
+    """Return the content of the line for a validation in metrics.jsonl."""
     layers = {
         str(layer): {
             "usage": _rounded(observation.usage),
@@ -209,20 +209,20 @@ def validation_record(model: GPT, validation: Validation) -> dict[str, Any]:
 
 
 def core_record(core: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the line for the section "core" of evaluation.json; `metric` is the tasks' mean centred accuracy."""
+    """Return the content of the line for CORE results. `metric` is the mean centred accuracy of all tasks."""
     names = ("rows", "accuracy", "centred", "cropped", "sequences")
     tasks = {label: {name: task[name] for name in names} for label, task in core["tasks"].items()}
     return {"metric": core["metric"], "baselines": core["baselines"], "tasks": tasks}
 
 
 def _rounded(values: Tensor) -> Any:
-    """Return a number or a list, rounded to six digits. Float32 holds no more, and lines become half as long."""
+    """Return a number or a list of numbers, rounded to six digits. This makes lines half as long."""
     numbers = [float(f"{value:.6g}") for value in values.flatten().tolist()]
     return numbers if values.ndim else numbers[0]
 
 
 Track = Callable[[int, Mapping[str, float]], None]
-"""Called with a step and a flattened line of metrics.jsonl: `train/loss`, `train/layers/1/usage/0`, …"""
+"""Called with a step and a flattened line of metrics.jsonl, with keys such as `train/layers/1/usage/0`."""
 
 
 def require_tracker(name: TrackerName) -> None:
@@ -239,10 +239,10 @@ def require_tracker(name: TrackerName) -> None:
 
 @contextmanager
 def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], step: int) -> Iterator[Track | None]:
-    """Open the named tracker for a run that continues after `step`; yield None for 'none'.
+    """Open the named tracker for a run that continues after `step`. Yield None for 'none'.
 
-    TensorBoard's event files go to the run folder, and later steps in them are hidden. trackio and W&B log to a run of
-    the project `expert-threshold`, named after the folder. W&B keeps its files in the run folder too.
+    TensorBoard writes event files to the run folder and hides later steps in them. trackio and W&B log to a run of the
+    project `expert-threshold` that is named after the folder. W&B also stores its files in the run folder.
     """
     if name == "none":
         yield None
@@ -271,7 +271,7 @@ def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], st
 
 
 def flatten(record: Any, name: str) -> dict[str, float]:
-    """Return all numbers in a record, by path."""
+    """Return all numbers in a record, keyed by path."""
     if isinstance(record, list):
         record = dict(enumerate(record))
     if isinstance(record, Mapping):
@@ -280,14 +280,14 @@ def flatten(record: Any, name: str) -> dict[str, float]:
 
 
 class DivergedError(ValueError):
-    """Raised when loss, scores or gradients have not been finite for too many steps."""
+    """Raised when the loss, scores or gradients have not been finite for too many steps in a row."""
 
 
 class RunLog:
     """Appends to metrics.jsonl, passes the same numbers to a tracker, and prints what happens.
 
-    validations: loss and bits per byte of every validation so far, by step. core_steps, samples: the steps at which
-    CORE was evaluated or a sample was written. record: the content of config.json.
+    validations: the loss and bits per byte of every validation so far, keyed by step. core_steps, samples: the steps at
+    which CORE was evaluated or a sample was written. record: the content of config.json.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class RunLog:
             self._folder.write_config(self._record)
 
     def validation(self, validation: Validation, elapsed: float) -> None:
-        """Log a validation at this step, with the run's elapsed seconds after it."""
+        """Log a validation at this step. elapsed: the run's time in seconds after the validation."""
         state = self._state
         self._write("validation", validation_record(state.model, validation) | {"elapsed": elapsed})
         self.validations[state.step] = validation.loss, validation.bits_per_byte
@@ -398,7 +398,7 @@ class RunLog:
 
 @contextmanager
 def run_log(folder: RunFolder, prepared: Prepared, display: Display, tracker: TrackerName) -> Iterator[RunLog]:
-    """Write config.json and the tokenizer, drop metrics of steps after the checkpoint, and yield the log."""
+    """Write config.json and the tokenizer, remove metrics of steps after the checkpoint, and yield the log."""
     state = prepared.state
 
     def begin() -> None:

@@ -1,4 +1,4 @@
-"""The training loop: the optimizer step, and the work between steps."""
+"""The training loop, which alternates between optimizer steps and other work."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ SHARED_WITHIN = 10.0  # seconds until a network file system must show all ranks 
 
 
 class TrainResult(NamedTuple):
-    """The progress of a run. loss and bits_per_byte: of the last validation, None before the first."""
+    """The progress of a run. `loss` and `bits_per_byte` are from the last validation, or None if there was none."""
 
     step: int
-    finished: bool  # False if a signal stopped the run, which then has a checkpoint of `step`
+    finished: bool  # False if a signal stopped the run, in which case there is a checkpoint of `step`
     loss: float | None
     bits_per_byte: float | None
-    seconds: float  # for optimizer steps alone, in all sessions
+    seconds: float  # spent on optimizer steps, in all sessions
     tokens: int
-    elapsed: float  # seconds, including validation, samples and checkpoints but not CORE
+    elapsed: float  # seconds, including validation, samples and checkpoints, but not CORE
     opening: str | None  # the first words of the validation text
 
 
@@ -54,7 +54,7 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     A skipped step consumes its batch, leaves weights, optimizers and rules unchanged, and sets `state.not_finite` to
     the reason. `RunLog` gives up after ten skipped steps in a row.
 
-    status: returns this rank's status; afterwards, `state.status` counts all ranks.
+    status: returns this rank's status. Afterwards, `state.status` is the sum over all ranks.
     """
     start = time.perf_counter()
     model, optimizers, shards, local = state.model, state.optimizers, state.shards, state.local
@@ -68,8 +68,8 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
         if micro_batch == local.accumulation - 1:
             shards.begin_last_backward()
         output = state.forward(*(to_device(part, state.device) for part in batch))
-        # Gradients are summed over ranks, so each rank divides by all. Experts split over ranks need no other factor:
-        # their owner receives the rows of every rank in its group, and the other groups' gradients are summed to it.
+        # Gradients are summed over ranks, so losses are divided by the micro-batches of all ranks. This also holds for
+        # split experts: their owner receives rows from all ranks in its group, and other groups' gradients are added.
         loss, cross_entropy = (each / micro_batches for each in losses(local, output, batch.targets, state.loader))
         loss.backward()
         new = Sums(loss.detach(), cross_entropy.detach(), output.observations)
@@ -78,12 +78,12 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     shards.reduce_gradients()
     sums, norm, state.status = all_reduce(sums, optimizers.grad_norm(), status(), state.parallel.world)
 
-    # The host waits for the device here, and in each layer whose backend counts the loads of experts. With several
-    # ranks it also waits for their status, and in each layer for the number of tokens in a pool over all ranks.
+    # The host waits for the device here, and in each layer whose backend counts the loads of experts. If there are
+    # several ranks, it also waits for their status and, in each layer, for the number of tokens in the global pool.
     is_finite = bool(all_finite([norm, *sums.tensors().values()]))
     if is_finite:
         optimizers.step(step, budget.scheduled, norm, shards.gather_updated, budget.progress(step))
-        # Before the update, so that values refer to the cutoffs that routed this step.
+        # This comes before the update, so that values refer to the cutoffs that routed this step.
         means = {"loss": sums.loss, "cross_entropy": sums.cross_entropy, "grad_norm": norm}
         state.add_to_interval(means | step_values(model, sums.observations))
         model.update_rules(sums.observations)
@@ -94,22 +94,22 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
 
 
 def losses(local: LocalBatch, output: Output, targets: Tensor, loader: Loader) -> tuple[Tensor, Tensor]:
-    """Return loss and cross-entropy, (), scaled so that their means over ranks are those of the shared micro-batch.
+    """Return the loss and cross-entropy, scaled such that their means over ranks equal the means of the micro-batch.
 
-    targets: this rank's, (batch, time), negative where ignored. loader: counts the targets of all ranks.
+    targets: the targets of this rank, (batch, time), negative where ignored. loader: counts the targets of all ranks.
     """
     loss, cross_entropy = output.loss, output.cross_entropy
     assert loss is not None
     assert cross_entropy is not None
     if local.joint_mean:
         weight = int((targets >= 0).sum()) * local.ranks / max(loader.targets, 1)
-        if weight != 1:  # the rules' losses are means over all tokens, of which every rank has as many
+        if weight != 1:  # rules' losses are means over all tokens, and every rank has equally many
             loss, cross_entropy = loss + (weight - 1) * cross_entropy, weight * cross_entropy
     return loss, cross_entropy
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy x from the host to the device. Pinned memory allows a copy to CUDA for which the host need not wait."""
+    """Copy x from the host to the device. The host does not wait for copies from pinned memory to CUDA."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -132,18 +132,18 @@ def train(
 ) -> TrainResult:
     """Train a run in a folder that was created for it or, with `resume`, continue from its last checkpoint.
 
-    init_from: a run that provides the initial weights, cutoffs or biases, and tokenizer. minutes: a time budget, by
-    which the number of steps is revised during the run; see `budget`. With `resume`, more `config.steps` or a different
-    number of minutes extends the run. sample: writes text every `sample_every` steps. text: the result of `read_text`
+    init_from: a run that provides the initial weights, cutoffs or biases, and the tokenizer. minutes: a time budget, to
+    which the number of steps is adapted during the run; see `budget`. With `resume`, more `config.steps` or a different
+    number of minutes extends the run. sample: returns text every `sample_every` steps. text: the result of `read_text`
     for these options, which several runs can share. validated: called with the step and the loss of each validation; an
     exception from it ends the run. console: where progress is shown; None shows nothing. title: the start of each line
-    about steps. rendezvous: the ranks that train together; each of them makes this call.
-    On one of the signals in `interrupt`, finishes the step, saves and returns. Raises ValueError if options contradict
-    each other, the run or the machine, and after ten skipped steps in a row. Raises OSError if the disk is full.
-    Earlier checkpoints survive.
+    about steps. rendezvous: the ranks that train together, each of which must make this call.
+    After one of the signals in `interrupt`, the run finishes its step, saves a checkpoint and returns. Raises
+    ValueError if options contradict each other, the run or the machine, and after ten skipped steps in a row. Raises
+    OSError if the disk is full. Earlier checkpoints remain intact.
     """
     if config.sample_every is not None and sample is None:
-        raise ValueError(f"sample_every={config.sample_every} needs `sample`, which writes the text; pass it too")
+        raise ValueError(f"sample_every={config.sample_every} needs the argument `sample`, which generates the text")
     if resume and init_from is not None:
         raise ValueError(f"init_from={init_from} starts a new run; omit it to resume {folder.path}")
     is_main = rendezvous is None or rendezvous.rank == 0
@@ -174,12 +174,12 @@ def train(
             closing(state.loader),
             gc_frozen(),
         ):
-            interrupt.deferred = True  # before this, there was nothing to save
+            interrupt.deferred = True  # before this point, there was nothing to save
             timer = Timer(state, prepared.validation)
             evaluations = Evaluations(folder, prepared, sample, saver, log, timer, display, interrupt, validated)
             display.begin(state.step, state.steps)
             if state.step > 0:
-                evaluations.run_due()  # evaluations still due if the run stopped right after saving
+                evaluations.run_due()  # some are still due if the run stopped right after saving
 
             while state.step < state.steps and not interrupt.stops(state):
                 with timer.measure():
@@ -215,8 +215,8 @@ def train(
 
 @contextmanager
 def _locked(folder: RunFolder, rendezvous: Rendezvous | None, options: Mapping[str, Any]) -> Iterator[None]:
-    """Hold the folder's lock on the main rank. Raises ValueError on every rank if the folder is locked already, or if
-    ranks differ in their options or do not share the folder.
+    """Hold the folder's lock on the main rank. Raises ValueError on every rank if the folder is already locked, if
+    ranks have different options, or if they do not share the folder.
     """
     with ExitStack() as stack:
         from_main(rendezvous, lambda: stack.enter_context(folder.lock()))
@@ -232,7 +232,7 @@ def _locked(folder: RunFolder, rendezvous: Rendezvous | None, options: Mapping[s
 
 
 def opening(text: Tokens, tokenizer: Tokenizer) -> str | None:
-    """Return the first three words on one line near the beginning of the text, or None if there are none."""
+    """Return three words from the start of a line near the beginning of the text, or None if no line has three."""
     lines = tokenizer.decode(text.ids[1 : text.offsets[1]][:256].tolist()).splitlines()
     words = (line.split()[:3] for line in lines)
     return next((" ".join(found) for found in words if len(found) == 3 and "".join(found).isprintable()), None)

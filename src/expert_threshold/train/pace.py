@@ -24,9 +24,9 @@ WARMUP_STEPS, SECONDS = 3, 5.0
 
 
 def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: TrainConfig) -> int:
-    """Return how many tokens a run of `seconds` can train on, by the median step time of a new model on random tokens.
+    """Return how many tokens a run can train on in `seconds`, from the median step time of a model on random tokens.
 
-    This takes SECONDS plus the time to build the model. The state of torch's global generator is preserved.
+    This takes SECONDS plus the time to build the model. The state of torch's global random generator is preserved.
     """
     device = pick_device(config.device)
     if config.threads is not None:
@@ -39,7 +39,7 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         # `auto` depends on the number of steps, which is not known yet
         compiling = config.compile == "on" and pick_compile(model, config, device, ranks=1, say=lambda _: None)
         forward = compiled(gpt) if compiling else None
-        config = replace(config, steps=max(config.steps, WARMUP_STEPS + 1))  # at least as many as are measured
+        config = replace(config, steps=max(config.steps, WARMUP_STEPS + 1))  # not fewer than are measured
         state = TrainState(gpt, optimizers, cast(Loader, batches), config, forward=forward)
         times: list[float] = [_seconds_of_step(state)]
         end = time.perf_counter() + SECONDS

@@ -1,4 +1,4 @@
-"""Prepares everything for a run's first step, and checks it before anything is written."""
+"""Prepares everything for the first step of a run, and checks it before anything is written."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from .log import Display
 from .state import Prepared, TrainState, load_weights
 
 TOKENIZER_CHARACTERS = 2_000_000_000
-"""A tokenizer is trained on this many characters from the beginning of the text."""
+"""The number of characters, from the beginning of the text, on which a tokenizer is trained."""
 
 
 class Text(NamedTuple):
-    """A corpus with its tokenizer and its splits as tokens, which runs with the same data options can share."""
+    """A corpus with its tokenizer and its tokenized splits, which runs with the same data options can share."""
 
     corpus: Corpus
     tokenizer: Tokenizer
@@ -63,9 +63,9 @@ def prepare(
     parallel: Parallel,
     text: Text | None = None,
 ) -> Prepared:
-    """Return a run at its start or, with `resume`, at its last checkpoint. Raises ValueError as `train` does.
+    """Prepare a run at its start or, with `resume`, at its last checkpoint. Raises ValueError as `train` does.
 
-    text: the result of `read_text` for these options; None reads the text here.
+    text: the result of `read_text` for these options, or None to read the text here.
     """
     require_trainable(model, config, parallel.world_size)
     device = parallel.device
@@ -167,7 +167,7 @@ def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, contex
         validation = pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
         if len(validation) < 2:
             raise ValueError(
-                f"{corpus.name}: its validation text has too few tokens for a loss, {len(validation)}; "
+                f"{corpus.name} has too little validation text for a loss ({len(validation)} tokens); "
                 "give more text, or --eval-every none"
             )
     train: Tokens | Parts
@@ -181,8 +181,8 @@ def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, contex
 def _budget(
     folder: RunFolder, record: dict[str, Any], saved: Checkpoint | None, resume: bool, minutes: float | None
 ) -> Budget:
-    """Return a run's budget with the decisions so far. If a resumed run is given more steps or a different number of
-    minutes, extend the budget and update `record`.
+    """Return the budget of a run with its decisions so far. If a resumed run is given more steps or a different number
+    of minutes, extend the budget and update `record`.
     """
     path, asked = folder.path / "config.json", record["train"]["steps"]
     if not resume:
@@ -201,11 +201,11 @@ def _budget(
         return budget
     if minutes is not None:
         if not step or 60 * minutes <= elapsed:
-            used = f"{folder.path} has already used {elapsed / 60:.3g}, in {step} steps"
-            raise ValueError(f"minutes={minutes}: {used}; give more, or --steps")
+            used = f"{folder.path} has already used {elapsed / 60:.3g} minutes for {step} steps"
+            raise ValueError(f"minutes={minutes}: {used}; give more minutes, or --steps")
         asked = step + max(1, int(step * (60 * minutes / elapsed - 1)))
     elif asked <= steps:
-        raise ValueError(f"steps={asked} is not above the {steps} of {folder.path}; give more, or omit it")
+        raise ValueError(f"steps={asked} is not more than the {steps} steps of {folder.path}; give more, or omit it")
     if step == 0:
         record.pop("time", None)
         return Budget(asked)
@@ -216,7 +216,7 @@ def _budget(
 
 
 def _describe_extension(state: TrainState) -> str:
-    """Return a line about the learning rates of a run that is extended at this step."""
+    """Return a line that describes the learning rates of a run that is extended at this step."""
     budget, steps = state.budget, (state.step - 1, state.step, state.steps - 1)
     rates = [state.optimizers.learning_rates(step, budget.scheduled, budget.progress(step)) for step in steps]
     name = next(iter(rates[0]))
@@ -227,13 +227,13 @@ def _describe_extension(state: TrainState) -> str:
 def _starting_point(
     folder: RunFolder, record: dict[str, Any], resume: bool, parallel: Parallel
 ) -> tuple[Checkpoint | None, RunFolder | None]:
-    """Return the run's last checkpoint, or else the run that it is initialized from, each None if absent."""
+    """Return the run's last checkpoint or, if it has none, the run that initializes it. Either may be None."""
 
     def last() -> int | None:
         if folder.has_lost_checkpoints:
             raise ValueError(
-                f"{folder.checkpoints_path}: missing or empty, so the run cannot continue; restore it from a copy, or "
-                "train again in another folder"
+                f"{folder.checkpoints_path} is missing or empty, so the run cannot continue; restore it from a copy, "
+                "or train again in another folder"
             )
         return folder.latest_checkpoint()
 
@@ -241,7 +241,7 @@ def _starting_point(
     saved = None if step is None else folder.load_checkpoint(step)
     if saved is not None and "optimizer" not in saved.tensors:
         raise ValueError(
-            f"{folder.path}: contains only weights, of step {saved.step}; "
+            f"{folder.path} contains only the weights of step {saved.step}; "
             f"start another run with --init-from {folder.path}"
         )
     if saved is not None or record.get("init_from") is None:
@@ -264,12 +264,12 @@ def _read_core(config: TrainConfig) -> Sequence[Task]:
         raise ValueError(f"core_every={config.core_every} needs the CORE questions; run et data core")
     tasks = read_bundle(bundle)
     for task in tasks:
-        choose_rows(task, config.core_max_per_task)  # raises now, not after the first steps, if there are too few
+        choose_rows(task, config.core_max_per_task)  # raises now, rather than after some steps, if there are too few
     return tasks
 
 
 def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: Parallel) -> Tokenizer:
-    """Return the tokenizer that comes with the text if its size is right; otherwise train one on the text."""
+    """Return the tokenizer that comes with the text if it has the right size, or else train one on the text."""
     beside = corpus.tokenizer
     if beside is not None and beside.vocab_size == vocab_size:
         return beside
@@ -295,7 +295,7 @@ def _record(
     config: TrainConfig,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the whole configuration, with every `auto` resolved for this machine."""
+    """Return the complete configuration, with every `auto` resolved for this machine."""
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     here = {"device": device.type, "dtype": dtype, "threads": torch.get_num_threads()}
     return {
@@ -315,7 +315,7 @@ def _record(
 
 
 def _commit() -> str | None:
-    """Return the commit of this package's source, marked if dirty, or None outside its repository."""
+    """Return the commit of the package's source, marked if it was modified, or None if it is not in a repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -328,7 +328,7 @@ def _commit() -> str | None:
         return None
 
 
-# Options that must be equal for weights to fit. Rules may differ, but not in their number of experts.
+# Options that must be equal for the weights to fit. Rules may differ, but not in their number of experts.
 ARCHITECTURE = (
     "vocab_size", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward", "shared_experts",
     "dense_layers", "gate_norm", "activation", *TRUNKS["paper"],
@@ -336,7 +336,7 @@ ARCHITECTURE = (
 
 
 def _load_initial(gpt: GPT, source: RunFolder) -> str:
-    """Load the weights of a run, and its rule's state if our rule can continue it; return a line that says so."""
+    """Load the weights of a run, and its rule's state if our rule can continue it. Return a line for the user."""
     mine, theirs = gpt.config, GPTConfig.from_dict(source.config)
     shapes = {name: (vars(mine)[name], vars(theirs)[name]) for name in ARCHITECTURE}
     my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
@@ -365,8 +365,8 @@ def _load_initial(gpt: GPT, source: RunFolder) -> str:
 def _fitted(weights: Mapping[str, Tensor], gpt: GPT, rule: Rule | None) -> dict[str, Tensor]:
     """Return the weights of a run with `rule`, adapted to this model's rule.
 
-    If the number of scores differs, the router's rows for null scores stay as initialised. So does the rule's state if
-    this model's rule cannot continue it or its shape differs.
+    If the number of scores differs, the router's rows for null scores keep their initial values. So does the rule's
+    state if this model's rule cannot continue it or if its shape differs.
     """
     fitted, mine = dict(weights), gpt.config.rule
     foreign = mine is None or rule is None or not mine.can_start_from(rule)

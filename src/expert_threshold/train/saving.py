@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background: training waits only for the copy to host memory."""
+"""Writes checkpoints in the background, so that training waits only for the copy to host memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ POLL = 0.02  # seconds between checks of what other ranks have written
 
 
 class LostSaveError(Exception):
-    """Raised if another rank could not save; that rank reports why."""
+    """Raised when another rank could not save. That rank reports the reason."""
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time, and keeps the newest `keep` of them, or all.
+    """Writes the checkpoints of a run, one at a time. It keeps the newest `keep` of them, or all if `keep` is None.
 
     All ranks write their files at the same time. Their status is part of every step's all-reduce, so all ranks learn at
     the same step that the files are complete. The main rank then commits the checkpoint. torch.distributed.checkpoint
-    would pickle its metadata and depend on the layout over ranks, whereas a run folder contains safetensors and JSON
-    that any number of ranks can load.
+    would pickle its metadata, whereas any number of ranks can load the safetensors and JSON files of a run folder.
     """
 
     def __init__(self, folder: RunFolder, parallel: Parallel, keep: int | None) -> None:
@@ -48,7 +47,7 @@ class Saver:
         if parallel.world is None:
             self._commit = self._pool.submit(folder.save_checkpoint, *saved, self._keep)
         else:
-            # Not through the store, which is lost with the launcher, just when saving matters most.
+            # The store is not used here, since it is lost with the launcher, exactly when saving matters most.
             made = checkpoints.begin(folder.checkpoints_path, saved.step) if parallel.is_main else None
             self._temporary = gather(made, parallel.world)[0]
             if self._temporary is None:  # this step is already saved
@@ -57,14 +56,14 @@ class Saver:
         self._saved = saved
 
     def status(self, stop: bool = False) -> Status:
-        """Return this rank's status. stop: a signal asked the run to stop."""
+        """Return this rank's status. stop: whether a signal has asked the run to stop."""
         files, commit = self._files, self._commit
         failed = any(future is not None and future.done() and future.exception() for future in (files, commit))
         written = files is not None and files.done() and not failed
         return Status(int(stop), int(self._saved is not None), int(written), int(failed))
 
     def commit_if_written(self, status: Status) -> None:
-        """Commit the checkpoint once the status of all ranks reports that every file is complete.
+        """Commit the checkpoint if the status of all ranks shows that every file is complete.
 
         If a rank could not write, it raises its own error, and every other rank raises LostSaveError.
         """
@@ -84,7 +83,7 @@ class Saver:
                 )
             else:
                 self._saved = None
-        # A commit that failed after the status was taken stays, so that the next status reports it to all ranks.
+        # A commit that failed after the status was taken is kept, so that the next status reports it to all ranks.
         if self._commit is not None and self._commit.done() and self._commit.exception() is None:
             self._commit, self._saved = None, None
 
@@ -100,7 +99,7 @@ class Saver:
             time.sleep(POLL)
 
     def close(self) -> None:
-        """Wait for the thread. With several ranks, a checkpoint that is not committed yet is dropped."""
+        """Wait for the thread. If there are several ranks, a checkpoint that is not committed yet is discarded."""
         self._pool.shutdown()
         if self._temporary is not None and self._parallel.is_main:
             shutil.rmtree(self._temporary, ignore_errors=True)
@@ -116,7 +115,7 @@ class Saver:
 
 
 def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return copies in host memory that share nothing with the tensors in training."""
+    """Return copies in host memory that share no memory with the tensors that are trained."""
 
     def copy(value: Any) -> Any:
         if isinstance(value, Part):

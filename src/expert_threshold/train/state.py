@@ -1,7 +1,7 @@
-"""The state that an optimizer step reads and updates and a checkpoint stores, including measurements of steps.
+"""The training state, which every optimizer step updates and checkpoints store, including measurements of steps.
 
-Metrics are means of each step's values, so they do not depend on --log-every. Values computed from sums over several
-steps would depend on it: summed loads differ less from their mean, and mean batch cutoffs less from the cutoff.
+Metrics are means of values that are computed for each step, so they do not depend on --log-every. Values computed from
+sums over several steps would depend on it, since both loads and batch cutoffs vary less when averaged over more steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COUNTERS = (
 class Sums(NamedTuple):
     """Sums over the micro-batches and ranks of a step, without gradient, on the model's device.
 
-    Each loss is divided by the number of micro-batches beforehand, so that its sum is the step's mean.
+    Each loss is divided by the number of micro-batches beforehand, so that the sum is the mean over the step.
     """
 
     loss: Tensor  # (), including the rules' auxiliary losses
@@ -49,7 +49,7 @@ class Sums(NamedTuple):
         return Sums(self.loss + other.loss, self.cross_entropy + other.cross_entropy, observations)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by flat name: `loss`, …, `0.load`, `0.tokens`, …"""
+        """Return all tensors, keyed by flat names such as `loss` and `0.load`."""
         named = {name: tensor for name, tensor in self._asdict().items() if name != "observations"}
         for layer, observation in enumerate(self.observations):
             named |= {f"{layer}.{name}": tensor for name, tensor in observation.tensors().items()}
@@ -57,14 +57,14 @@ class Sums(NamedTuple):
 
 
 Values = dict[str, Tensor]
-"""A step's values, or their sums over steps, by `name` or `layer.name`; without gradient, on the model's device."""
+"""The values of a step, or their sums over steps, keyed by `name` or `layer.name`. They are on the model's device."""
 
 MEASURED = ("usage", "load_spread", "fanout_mean", "fanout_std", "score_std", "gate_std")
-"""The properties of an observation that metrics record for every rule."""
+"""The properties of an observation that are recorded as metrics for every rule."""
 
 
 def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
-    """Return a step's values. Call this before the rules are updated, for the cutoffs and biases that routed it."""
+    """Return the values of a step. Call this before updating the rules, whose cutoffs or biases routed the step."""
     found: Values = {}
     for (layer, moe), seen in zip(model.moe_layers(), observations, strict=True):
         values = {name: getattr(seen, name) for name in MEASURED}
@@ -76,7 +76,7 @@ def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
 
 
 class Interval(NamedTuple):
-    """The steps between two lines of metrics, without skipped steps."""
+    """The steps between two lines of metrics, excluding skipped steps."""
 
     steps: int
     means: Values  # over these steps, on the CPU
@@ -86,7 +86,7 @@ class Interval(NamedTuple):
 def all_reduce(
     sums: Sums, norm: Tensor, status: Status, group: dist.ProcessGroup | None
 ) -> tuple[Sums, Tensor, Status]:
-    """Return the sums, the gradient norm and the status over all ranks, with a single all-reduce of a few numbers."""
+    """Return the sums, the gradient norm and the status over all ranks, using a single all-reduce of a few numbers."""
     if group is None:
         return sums, norm, status
     tensors, structure = tree_flatten((sums, norm.double().square(), torch.tensor(status, device=norm.device)))
@@ -95,7 +95,7 @@ def all_reduce(
 
 
 def describe_nonfinite(model: GPT, sums: Sums) -> str:
-    """Return a clause naming what is not finite: the loss, a gradient, or the scores of the first affected layer."""
+    """Return a clause that names what is not finite: the loss, a gradient, or the scores of the first such layer."""
     layers = zip(model.moe_layers(), sums.observations, strict=True)
     clauses = (scores_not_finite(observation, f"layer {layer}") for (layer, _), observation in layers)
     scores = next(filter(None, clauses), None)
@@ -107,9 +107,9 @@ def describe_nonfinite(model: GPT, sums: Sums) -> str:
 class TrainState:
     """A model in training, with its optimizers, its data and its counters.
 
-    step: optimizer steps so far, including skipped ones. seconds: time spent on these steps. elapsed: time spent on the
-    run, including the work between steps. loader: this rank's loader. local: this rank's batch, by default the whole.
-    shards: what this rank's optimizers step, by default everything. forward: the model or its compiled forward.
+    step: number of steps so far, including skipped ones. seconds: time spent on these steps. elapsed: time spent on the
+    run, including the work between steps. local: this rank's part of a step, by default the whole step. shards: the
+    parameters that this rank's optimizers step, by default all. forward: the model, or its compiled forward.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class TrainState:
         self.skipped = 0
         self.skipped_in_a_row = 0
         self.options: dict[str, Any] = {}  # the options that decide what the run learns; saved in checkpoints
-        self.not_finite = ""  # why the last step was skipped; empty if it was not
+        self.not_finite = ""  # the reason why the last step was skipped; empty if it was not
         self.status = Status()  # summed over all ranks, at the last step
-        # Since the last `take_interval`.
+        # Measurements since the last `take_interval`.
         self._values: Values = {}
-        self.interval_steps = 0  # without skipped steps
+        self.interval_steps = 0  # excluding skipped steps
         self.interval_tokens = 0
         self.interval_seconds = 0.0
 
@@ -160,7 +160,7 @@ class TrainState:
         return self.step == self.steps
 
     def is_due(self, every: int | None) -> bool:
-        """Return True at every multiple of `every` and at the end, but never if `every` is None."""
+        """Return True at every multiple of `every` and at the end of the run, or always False if `every` is None."""
         return every is not None and (self.step % every == 0 or self.is_at_end)
 
     def learning_rates(self) -> dict[str, float]:
@@ -175,7 +175,7 @@ class TrainState:
         self.interval_steps += 1
 
     def count_step(self, not_finite: str, tokens: int, seconds: float) -> None:
-        """Advance the counters by one step; if it was skipped, `not_finite` gives the reason."""
+        """Advance the counters by one step. If the step was skipped, `not_finite` is the reason."""
         self.not_finite = not_finite
         self.step += 1
         self.skipped += bool(not_finite)
@@ -225,7 +225,7 @@ class TrainState:
         )
 
     def _weights(self) -> dict[str, Tensor | Part]:
-        """Return the weights that this rank owns; the main rank adds the buffers, which no rank owns."""
+        """Return the weights that this rank owns. On the main rank, add the buffers, which no rank owns."""
         owned = self.shards.owned_weights()
         return _parts(owned) | {
             name: tensor
@@ -252,14 +252,14 @@ class TrainState:
             setattr(self, name, saved.state[name])
 
     def _local_part(self, name: str, saved: Tensor, moments: Mapping[str, Tensor]) -> Tensor:
-        """Return this rank's slice of a full moment. A mismatch is passed through, and rejected on loading."""
+        """Return this rank's slice of a full moment. If shapes do not match, return it whole; loading rejects it."""
         if name not in moments:
             return saved
         where = self._moment_slice(name, moments[name])
         return where.of(saved).reshape(moments[name].shape) if tuple(saved.shape) == where.shape else saved
 
     def _moment_slice(self, name: str, moment: Tensor) -> Slice:
-        """Return the slice of the full moment that this rank holds: its parameter's, as far as their shapes agree."""
+        """Return this rank's slice of the full moment: the slice of its parameter, as far as their shapes agree."""
         parameter, where = self.shards.parameters[parameter_of(name)], self.shards.slices[parameter_of(name)]
         sizes = zip(reversed(where.shape), reversed(parameter.shape), reversed(moment.shape), strict=False)
         shape = tuple(full if mine == its else its for full, mine, its in sizes)[::-1]
@@ -278,7 +278,7 @@ class Prepared(NamedTuple):
 
 
 def _parts(slices: Mapping[str, tuple[Tensor, Slice]]) -> dict[str, Tensor | Part]:
-    """Return the tensors as saved: in the full parameter's shape, or as a `Part` with a position in it."""
+    """Return the tensors as they are saved: whole and in the parameter's shape, or as a `Part` with its position."""
     parts: dict[str, Tensor | Part] = {}
     for name, (tensor, where) in slices.items():
         if where.is_full:
@@ -294,16 +294,16 @@ def load_weights(model: GPT, saved: Checkpoint) -> None:
         try:
             model.load_state_dict(saved.tensors["model"])
         except RuntimeError as error:
-            raise ValueError(f"does not fit config.json: {' '.join(str(error).split())}") from error
+            raise ValueError(f"it does not fit config.json: {' '.join(str(error).split())}") from error
 
 
 def parameter_of(moment: str) -> str:
-    """Return the parameter's name in a moment's name, such as `muon.blocks.0.….momentum`."""
+    """Return the name of the parameter that a moment such as `muon.blocks.0.….momentum` belongs to."""
     return moment.split(".", 1)[1].rsplit(".", 1)[0]
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's global generators. No others are in use: the loader needs only its position."""
+    """Return the states of torch's global random generators. No others are used: the loader needs only its position."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()
@@ -311,7 +311,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restore the generators' states. A generator that the checkpoint lacks keeps its seed."""
+    """Restore the states of the generators. A generator that is missing in the checkpoint keeps its state."""
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu" and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type])
