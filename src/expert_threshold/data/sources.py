@@ -34,8 +34,8 @@ class DataConfig:
     source: str = option(
         EMBEDDED,
         "Text to train on: embedded (Python's standard library), fineweb-edu (after et data has downloaded it), or the "
-        "path of a .txt or .jsonl file (which may be compressed as .gz or .zst), a .parquet file, a folder of such "
-        "files, or a folder of tokens.",
+        "path of a .txt or .jsonl file (optionally .gz or .zst), a .parquet file, a folder of such files, or a folder "
+        "of tokens.",
     )
     text_field: str = option("text", "Name of the field or column that contains the text in .jsonl and .parquet files.")
     train_shards: Count | None = option(

@@ -18,9 +18,9 @@ class TrainConfig:
     """Options of the training loop. Sequences are as long as the model's context; intervals are in optimizer steps."""
 
     steps: Count = option(1000, "Number of optimizer steps.")
-    batch_size: Count = option(8, "Number of sequences in a micro-batch.")
-    accumulation: Count = option(1, "Number of micro-batches in an optimizer step.")
-    seed: Annotated[int, Bounds(least=0, below=2**63)] = option(0, "Seed for the initial weights and the data order.")
+    batch_size: Count = option(8, "Micro-batch size in sequences.")
+    accumulation: Count = option(1, "Micro-batches per optimizer step.")
+    seed: Annotated[int, Bounds(least=0, below=2**63)] = option(0, "Seed for weights and data order.")
     device: DeviceName = option("auto", "Device to train on. auto picks cuda if it is available, and cpu otherwise.")
     dtype: DtypeName = option(
         "auto", "Dtype of matrix multiplications. auto picks bfloat16 if the hardware supports it, else float32."
@@ -29,19 +29,19 @@ class TrainConfig:
     compile: CompileName = option(
         "auto", "Use torch.compile. auto does if it works, in single-process runs of 2·10¹⁴ FLOPs or more (GPU: 10¹⁶)."
     )
-    log_every: Count = option(10, "Number of steps per line of metrics. Each line contains means over its steps.")
+    log_every: Count = option(10, "Log metrics every this many steps. Each line contains means over its steps.")
     eval_every: Count | None = option(
-        250, "Number of steps between validations. The last step is always validated. Use none to disable validation."
+        250, "Validate every this many steps. The last step is always validated. Use none to disable validation."
     )
     eval_tokens: Count | None = option(None, "Number of tokens per validation. Defaults to the whole validation split.")
     core_every: Count | None = option(
-        None, "Number of steps between CORE evaluations. The last step is always evaluated. Use none to disable CORE."
+        None, "Evaluate CORE every this many steps and at the end. Use none to disable CORE."
     )
     core_max_per_task: Count | None = option(None, "Maximum number of questions per CORE task. Defaults to all.")
     sample_every: Count | None = option(
-        None, "Number of steps between text samples. One is always written at the end. Use none to disable samples."
+        None, "Sample text every this many steps. The last step is always sampled. Use none to disable samples."
     )
-    checkpoint_every: Count | None = option(250, "Number of steps between checkpoints. none saves only at the end.")
+    checkpoint_every: Count | None = option(250, "Save every this many steps. Use none to save only at the end.")
     keep_checkpoints: Count | None = option(None, "Number of most recent checkpoints to keep. Defaults to all.")
     track: TrackerName = option("none", "Experiment tracker that receives a copy of all metrics.")
     threads: Count | None = option(None, "Number of CPU threads. Defaults to torch's choice.")
