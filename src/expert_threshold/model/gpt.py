@@ -48,8 +48,8 @@ class GPTConfig:
     Raises ValueError if an option is invalid or if options contradict each other.
     """
 
-    vocab_size: Count = option(65536, "Number of tokens in the vocabulary.")
-    context: Count = option(2048, "Maximum number of tokens in a sequence.")
+    vocab_size: Count = option(65536, "Vocabulary size in tokens.")
+    context: Count = option(2048, "Sequence length in tokens.")
     layers: Annotated[int, Bounds(least=1, most=1_000)] = option(12, "Transformer layers.")
     d_model: Count = option(768, "Width of the model. Other widths of a preset scale with it unless they are set.")
     heads: Count = option(6, "Attention heads.")

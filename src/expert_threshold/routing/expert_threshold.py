@@ -44,15 +44,15 @@ class ExpertThreshold(ByCutoff):
     """
 
     num_experts: Count = option(16, "Number of routed experts in a layer.")
-    experts_per_token: float = option(1, "Mean number of routed experts per token.")
+    experts_per_token: float = option(1, "Mean routed experts per token.")
     decay: Decay = option(
         0.999,
-        "Decay β of the running mean of the cutoffs. Presets scale it to the number of steps. Short runs use the "
+        "Decay β of the cutoffs' running mean. Presets scale it to the number of steps. Short runs use the "
         "trend by default; setting a decay makes them use the running mean instead.",
     )
     warmup_steps: NonNegativeInt = option(
         4000,
-        "Number of steps of expert choice before cutoffs decide. In presets, 4000 steps for runs at least as long as "
+        "Steps of expert choice before cutoffs decide. In presets, 4000 steps for runs at least as long as "
         "the paper's (19,073 steps), and one fifth of the steps otherwise.",
     )
     capacity_slack: NonNegative | None = option(
@@ -63,7 +63,7 @@ class ExpertThreshold(ByCutoff):
         "Tokens among which the k-th largest score is found: a sequence, a micro-batch, the micro-batches of all "
         "ranks, or a given number of tokens. The bounds apply to the same tokens.",
     )
-    debias: bool = option(True, "Correct the running mean for its initial value of 0. The paper's formula does not.")
+    debias: bool = option(True, "Correct the running mean for its start at 0. The paper's formula does not.")
     estimator: Estimator = option(
         "mean",
         "How cutoffs are estimated. mean is the paper's running mean. trend adds a slope to keep up with drifting "

@@ -55,8 +55,8 @@ class TokenChoice(Valued):
         "Method of load balancing. aux and global_aux add an auxiliary loss on the load of each micro-batch or of "
         "all ranks. loss_free and loss_free_proportional add biases to the scores during selection.",
     )
-    aux_strength: NonNegative = option(0.001, "Strength α of the auxiliary losses.")
-    bias_rate: NonNegative = option(0.005, "Step size u of the biases in loss-free balancing.")
+    aux_strength: NonNegative = option(0.001, "Strength α of auxiliary losses.")
+    bias_rate: NonNegative = option(0.005, "Step size u of loss-free biases.")
     gate: Gate = option(
         "sigmoid",
         "Function that turns scores into gates. softmax is taken over all experts and null scores, softmax_chosen "
@@ -67,8 +67,8 @@ class TokenChoice(Valued):
         "scores",
         "Values to which biases are added and by which groups are compared: the scores, or their sigmoid or softmax.",
     )
-    num_groups: Count = option(1, "Number of equally sized groups of experts.")
-    groups_per_token: Count = option(1, "Number of groups from which a token chooses its experts.")
+    num_groups: Count = option(1, "Number of groups of experts.")
+    groups_per_token: Count = option(1, "Groups from which a token chooses experts.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
     capacity_factor: Positive | None = option(None, "Maximum load in training, as a multiple of the mean load.")
 
