@@ -16,13 +16,13 @@ from .selection import Cut, kth_largest
 class ExpertChoice(ByCutoff):
     """Exact loads in training, at the cost of looking at the whole pool; at inference, running cutoffs decide."""
 
-    num_experts: Count = option(16, "Number of routed experts in a layer.")
+    num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: float = option(1, "Mean routed experts per token.")
     pool: Pool = option(
         "batch",
         "Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches or a number of tokens.",
     )
-    decay: Decay = option(0.999, "Decay β of the cutoffs' running mean. Presets scale it to the number of steps.")
+    decay: Decay = option(0.999, "Decay β of the running mean. Presets scale it to the number of steps.")
     debias: bool = option(True, "Correct the running mean for its initial value of 0.")
     gate: PlainGate = option(
         "sigmoid", "Function that turns scores into gates. The paper uses sigmoid. softmax includes the null scores."

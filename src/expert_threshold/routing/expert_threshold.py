@@ -43,11 +43,11 @@ class ExpertThreshold(ByCutoff):
     In training, each load is clamped to the bounds k(1 ± s). During warmup, both bounds equal k, as in expert choice.
     """
 
-    num_experts: Count = option(16, "Number of routed experts in a layer.")
+    num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: float = option(1, "Mean routed experts per token.")
     decay: Decay = option(
         0.999,
-        "Decay β of the cutoffs' running mean. Presets scale it to the number of steps. Short runs use the "
+        "Decay β of the running mean. Presets scale it to the number of steps. Short runs use the "
         "trend by default; setting a decay makes them use the running mean instead.",
     )
     warmup_steps: NonNegativeInt = option(

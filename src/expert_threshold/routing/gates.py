@@ -19,7 +19,7 @@ _LABELS: dict[Gate, str] = {
     "softmax_chosen": " softmax chosen",
     "sigmoid_normalised": " sigmoid norm.",
 }
-NULL_SCORES = "Extra router scores without an expert. They only enter the softmax of the gates."
+NULL_SCORES = "Router scores without an expert. They only enter the softmax of the gates."
 """Help text of the option null_scores, shared by several rules."""
 
 

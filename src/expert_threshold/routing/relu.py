@@ -39,7 +39,7 @@ class ReLU(Rule):
     does not change when the fanout is exactly on target.
     """
 
-    num_experts: Count = option(16, "Number of routed experts in a layer.")
+    num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: float = option(1.0, "Target for the mean number of routed experts per token.")
     l1_start: Positive = option(1e-8, "Initial value of λ, the strength of the L1 loss.")
 

@@ -46,7 +46,7 @@ class TopP(Rule):
     The losses and score normalisations of both papers are omitted, so nothing balances the load.
     """
 
-    num_experts: Count = option(16, "Number of routed experts in a layer.")
+    num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: float = option(
         1.0,
         "Target for the mean number of routed experts per token. It is only used if p is steered.",
