@@ -306,7 +306,7 @@ def test_what_cannot_be_analysed_is_reported_in_a_line(
     damaged = shutil.copytree(runs / "et", tmp_path / "damaged")
     metrics = damaged / "metrics.jsonl"
     metrics.write_text(re.sub('"layers"', '"layer"', metrics.read_text()))
-    assert "damaged (no 'layers')" in refused(capsys, "analyze", damaged)
+    assert "damaged (it contains no 'layers')" in refused(capsys, "analyze", damaged)
     shutil.copy(runs / "et" / "metrics.jsonl", metrics)
     weights = damaged / "checkpoints" / "step_000008" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

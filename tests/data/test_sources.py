@@ -379,7 +379,7 @@ def test_a_parquet_file_without_the_column_is_refused_with_the_columns_it_has(tm
     path = tmp_path / "b.parquet"
     write_parquet(path, TEXTS, field="body")
     assert_refused(f"{path} has no column text_field='text': its columns are: id, body", path)
-    assert_refused(f"{path}, column text_field='id' holds int64: name", path, text_field="id")
+    assert_refused(f"{path}, column text_field='id' contains int64: name", path, text_field="id")
     write_parquet(tmp_path / "a.parquet", TEXTS)
     assert_refused(f"{path} has no column text_field='text'", tmp_path)
 

@@ -403,7 +403,7 @@ def test_a_finished_run_continues_for_more_steps_and_every_resume_of_it_is_the_s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sample_every": 3}, "sample_every=3 needs `sample`"),
+        ({"sample_every": 3}, "sample_every=3 needs the argument `sample`"),
         ({"model": tiny(ExpertThreshold(64, 1))}, "k = .* = 0"),
         ({"model": tiny(ExpertChoice(4, 1, pool=7))}, "pool=7 does not divide"),
         ({"model": tiny(ExpertChoice(32, 1, pool="sequence"))}, "k = .* = 0"),
