@@ -84,7 +84,7 @@ def test_a_host_that_is_allowed_already_is_named_once(path: Path) -> None:
         (["--host", "a" * 70], f"--host {'a' * 70}: unknown name"),
         (["--public-host", "https://a.b/"], "--public-host https://a.b/: give a host name alone"),
         (["--cors", "example.org"], "--cors example.org: give an origin, such as https://example.org"),
-        (["--api-key", "key "], "--api-key or ET_API_KEY must be ASCII letters, digits and signs"),
+        (["--api-key", "key "], "--api-key or ET_API_KEY must consist of ASCII letters, digits and signs"),
         (["--host", "0.0.0.0", "--compare", "other"], "add --explorer"),
     ],
 )

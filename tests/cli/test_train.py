@@ -280,5 +280,5 @@ def test_ranks_that_give_a_rule_smaller_pools_are_told(rule: str, accumulation: 
         parse_run("et train", "", [], ["tiny", "--rule", *rule.split(), f"--accumulation={accumulation}"])
     )
     said = train_command.introduce(config, mock.Mock(world_size=2))
-    assert ("looks at 1,024 tokens on each rank, not 2,048 as on one process" in said) == told
+    assert ("uses pools of 1,024 tokens on each rank, not 2,048 as in a single process" in said) == told
     assert "on each rank" not in train_command.introduce(config, None)

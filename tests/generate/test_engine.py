@@ -133,7 +133,7 @@ def test_prompt_and_continuation_fill_the_context_and_no_more(tokenizer: Tokeniz
     steps = list(generate(model, tokenizer, [1] * 40, max_tokens=1000, stop_at_document_end=False, record=True))
     assert len(steps) == CONTEXT - 40
     assert [step.finish for step in steps] == [None] * 23 + ["length"]
-    with pytest.raises(ValueError, match="prompt of 64 tokens leaves no room in the context of 64"):
+    with pytest.raises(ValueError, match="prompt of 64 tokens leaves no room in a context of 64"):
         generate(model, tokenizer, [1] * CONTEXT, max_tokens=1)
 
 

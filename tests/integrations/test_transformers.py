@@ -660,7 +660,7 @@ def test_follow_takes_no_padding(folder: Path) -> None:
     mask = torch.ones_like(tokens())
     model(tokens(), attention_mask=mask)
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="attention_mask has padding, which would shift the cutoffs"):
+    with pytest.raises(ValueError, match="attention_mask contains padding, which would bias the cutoffs"):
         model(tokens(), attention_mask=mask)
     model.eval()(tokens(), attention_mask=mask)
 

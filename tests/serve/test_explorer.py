@@ -167,7 +167,7 @@ def test_each_run_reads_for_itself() -> None:
         ({"run": "large"}, 404, "no run with that name; use small"),
         ({"run": ["small"]}, 404, "no run"),
         ({"text": None}, 400, "text=None should be a valid string"),
-        ({"text": "the " * 64}, 400, "tokens, BOS included, and small accepts at most 64; shorten it"),
+        ({"text": "the " * 64}, 400, "tokens with BOS, but small accepts at most 64; shorten the text"),
         ({"max_tokens": -1}, 400, "max_tokens=-1 should be greater than or equal to 0"),
         ({"seed": -1}, 400, "seed"),
         ({"rate": 5}, 400, "rate"),

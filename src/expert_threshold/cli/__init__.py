@@ -1,4 +1,4 @@
-"""The command `et`: dispatches to its subcommands and reports errors as one line."""
+"""The command `et`, which dispatches to its subcommands and reports errors in a single line."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ COMMANDS = {
     "plan": Entry("plan", "estimate what a run costs: parameters, FLOPs, memory, time and money"),
     "generate": Entry("generate", "continue a text with a trained model"),
     "serve": Entry("serve", "serve a trained model over HTTP, with OpenAI's completions API"),
-    "data": Entry("data", "download text and questions, train a tokenizer, tokenize in advance"),
+    "data": Entry("data", "download text and questions, train a tokenizer, or tokenize text in advance"),
     "evaluate": Entry("evaluate", "evaluate trained models: loss, bits per byte, and the tasks of CORE"),
     "compare": Entry("compare", "train several methods with the same budget and compare their losses"),
     "sweep": Entry("sweep", "search each method's learning rates and other options for the lowest loss"),
     "recipes": Entry("recipes", "list the paper's runs with their reported results"),
     "analyze": Entry("analyze", "draw every figure of the paper from run folders"),
-    "audit": Entry("audit", "audit the experts and the causality of any language model, a run or one of transformers"),
-    "calibrate": Entry("calibrate", "set a trained model's cutoffs, for any rate, without training"),
+    "audit": Entry("audit", "audit the experts and the causality of a run or of any transformers model"),
+    "calibrate": Entry("calibrate", "measure the cutoffs of a trained model, for any rate, without training"),
     "upcycle": Entry("upcycle", "initialize a Mixture-of-Experts run from a dense one"),
-    "retrofit": Entry("retrofit", "convert a top-k mixture to variable fanout, and compare both"),
+    "retrofit": Entry("retrofit", "convert a top-k mixture to variable fanout, and compare the two"),
     "export": Entry("export", "export a trained model to a folder for Hugging Face transformers"),
     "import": Entry("import_", "turn an exported folder, fine-tuned or not, into a run folder"),
 }
@@ -61,10 +61,10 @@ USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line, by default sys.argv's, and return its exit code.
+    """Run a command line, by default sys.argv, and return its exit code.
 
-    ValueError, OSError and out-of-memory errors are the user's to fix: they print one line to stderr and return 2. With
-    ET_DEBUG=1 they show a traceback, as every other exception does.
+    ValueErrors, OSErrors and out-of-memory errors can be fixed by the user, so they print one line to stderr, and the
+    exit code is 2. With ET_DEBUG=1, they show a traceback, as all other exceptions do.
     """
     _prepare_output()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -101,7 +101,7 @@ def _prepare_output() -> None:
 
 
 def is_users(error: BaseException) -> bool:
-    """Return True if the error is the user's to fix, so that one line replaces the traceback."""
+    """Return True if the user can fix the error, so that one line replaces the traceback."""
     ours = isinstance(error, ValueError | OSError) or (isinstance(error, Exception) and is_out_of_memory(error))
     return ours and os.environ.get("ET_DEBUG") != "1"
 
@@ -134,7 +134,7 @@ def _help() -> str:
 
 
 def overview(prog: str, metavar: str, about: str, summaries: Mapping[str, str]) -> str:
-    """Return the help text of a command with subcommands, one line for each."""
+    """Return the help text of a command, with one line for each subcommand."""
     width = max(map(len, summaries))
     return "\n".join(
         [
@@ -156,6 +156,6 @@ def one_line(error: BaseException) -> str:
         where = f"{error.filename}: " if error.filename is not None else ""
         remedy = REMEDIES.get(error.errno or 0, "try again, or name another path")
         if "temporary directory" in error.strerror:
-            remedy = "name a writable folder in TMPDIR"
+            remedy = "set TMPDIR to a writable folder"
         return f"{where}{error.strerror}; {remedy}"
     return " ".join(str(error).split()) or type(error).__name__

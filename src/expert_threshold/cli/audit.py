@@ -21,19 +21,19 @@ from ..train.log import Display
 from .options import COMPUTE, STEP, Option, parse_all
 
 OPTIONS = [
-    Option("model", str, None, "A run, or a transformers model's folder or name.", positional=True, required=True),
-    Option("text", str, None, "A text file; repeat to compare texts. Defaults to embedded code and docs.", many=True),
-    Option("tokens", Annotated[int, Bounds(least=LEAST)], 32_768, "Tokens to measure loads on."),
-    Option("training", bool, False, "Route as in training, without dropout."),
+    Option("model", str, None, "A run, or the folder or name of a transformers model.", positional=True, required=True),
+    Option("text", str, None, "A text file. Repeat to compare several. Defaults to embedded code and docs.", many=True),
+    Option("tokens", Annotated[int, Bounds(least=LEAST)], 32_768, "Number of tokens on which loads are measured."),
+    Option("training", bool, False, "Route tokens as in training, but without dropout."),
     Option("page", str | None, None, "Write an HTML page to this file."),
     Option("json", bool, False, "Print one JSON object instead of the verdict."),
     STEP,
     *COMPUTE,
 ]
 DESCRIPTION = (
-    "Audit a causal language model from text alone: the loads, fanout, drift and pairs of its experts, and its "
-    "causality. Later tokens, neighbours in the batch, padding and the chunks of the prefill are changed, and logits "
-    "and experts that must stay the same are compared. Prints one line. The exit code is 1 if the model is not causal."
+    "Audit a causal language model using nothing but text. Measures the loads, fanout, drift and pairs of its experts. "
+    "To test causality, changes later tokens, other texts in the batch, padding and the chunks of the prefill, and "
+    "compares the logits and experts that must not change. Prints one line. Exits with 1 if the model is not causal."
 )
 
 
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> None:
         with style():  # fails early without matplotlib
             pass
         if page.is_dir() or not page.parent.is_dir():
-            raise ValueError(f"--page {page}: not a file in an existing folder; name another")
+            raise ValueError(f"--page {page}: must be a file in an existing folder; name another")
     device = pick_device(options["device"])
     model, tokenizer = load_any(options["model"], options["step"], device, pick_dtype(options["dtype"], device))
     with Display(Console(stderr=True), name=options["model"]) as display:

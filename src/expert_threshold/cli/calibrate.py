@@ -29,26 +29,26 @@ from .options import COMPUTE, STEP, Option, parse
 from .rates import require_cutoffs
 
 OPTIONS = [
-    Option("run", str, None, "The folder of the run to calibrate; it is not changed.", positional=True, required=True),
-    Option("to", str, None, "The run folder to create, with the new cutoffs.", required=True),
-    Option("data", str, "RUN's", "Text to calibrate on, as for et train. Its held-out part is used for the loss."),
-    Option("text_field", str, "text", "Field or column of --data that holds the text, for .jsonl and .parquet."),
-    Option("tokens", Count, 262_144, "Tokens to calibrate on, rounded up to whole batches."),
-    Option("batch_size", Count, 64, "Sequences per batch, the pool in which the k-th largest score is measured."),
+    Option("run", str, None, "The folder of the run to calibrate. It is not changed.", positional=True, required=True),
+    Option("to", str, None, "The folder of the new run, which has the new cutoffs.", required=True),
+    Option("data", str, "RUN's", "Text to calibrate on, as in et train. The loss is measured on its held-out part."),
+    Option("text_field", str, "text", "Name of the field (.jsonl) or column (.parquet) of --data with the text."),
+    Option("tokens", Count, 262_144, "Number of tokens to calibrate on, rounded up to whole batches."),
+    Option("batch_size", Count, 64, "Sequences per batch. The k-th largest score is measured in each batch."),
     Option(
         "experts_per_token",
         float | None,
         None,
-        "Routed experts per token to calibrate for. Defaults to the trained number.",
+        "Mean number of routed experts per token to calibrate for. Defaults to the trained number.",
     ),
     Option("eval_tokens", Count | None, None, "Maximum number of tokens to measure the loss on. Defaults to all."),
     STEP,
-    Option("seed", NonNegativeInt, 0, "Seed for choosing and ordering the rows of the text."),
+    Option("seed", NonNegativeInt, 0, "Seed for selecting and ordering the rows of the text."),
     *COMPUTE,
 ]
 DESCRIPTION = (
-    "Measure cutoffs for a model whose rule routes by cutoffs, and a sketch of its scores for --rate, in one pass "
-    "over text and without training. The loss before and after is measured on held-out text."
+    "Measure the cutoffs of a model whose rule uses them, and the sketch of its scores that --rate needs. This is a "
+    "single pass over a text, without training. The loss before and after is measured on held-out text."
 )
 FILE = "calibration.json"
 
@@ -126,7 +126,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _numbers(found: Validation) -> dict[str, Any]:
-    """Return the losses and the mean fanout over layers."""
+    """Return the losses, and the fanout averaged over layers."""
     return found.losses() | {"fanout": fmean(float(observation.fanout_mean) for observation in found.observations)}
 
 

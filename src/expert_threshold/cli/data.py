@@ -1,4 +1,4 @@
-"""`et data`: gets text to train on, a tokenizer, and the questions of CORE; tokenizes text in advance."""
+"""`et data`: downloads text and the questions of CORE, trains tokenizers, and tokenizes text in advance."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Given = Mapping[str, Any]
 # Defaults that depend on other options, as --help shows them.
 DERIVED = BESIDE, TOKENS_OUT = f"SOURCE/{TOKENIZER}", "SOURCE-tokens"
 
-SOURCE = Option("source", str, FINEWEB_EDU, "The text: fineweb-edu, if downloaded, or a folder of shards.", True)
-TEXT_FIELD = Option("text_field", str, "text", "Column that holds the text.")
+SOURCE = Option("source", str, FINEWEB_EDU, "The text: a folder of shards, or fineweb-edu if it was downloaded.", True)
+TEXT_FIELD = Option("text_field", str, "text", "Name of the column with the text.")
 OUT = "name another --out"
 
 
@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"name a subcommand: {', '.join(ENTRIES)}; see et data --help")
     name, *rest = arguments
     if name in ("-h", "--help"):
-        about = "Get text to train on, a tokenizer, and the questions of CORE."
+        about = "Download text and the questions of CORE, train a tokenizer, or tokenize text in advance."
         print(overview("et data", "WHAT", about, {name: entry.summary for name, entry in ENTRIES.items()}))
         return
     if name not in ENTRIES:
@@ -127,10 +127,10 @@ def _tokenizer(given: Given, display: Display) -> str:
 def _tokenize(given: Given, display: Display) -> str:
     corpus = _open(given)
     if corpus.parts is None or corpus.tokenized:
-        raise ValueError(f"{corpus.name} is not a folder of Parquet shards; name one (other text needs no tokenizing)")
+        raise ValueError(f"{corpus.name} is not a folder of Parquet shards; name one (others need not be tokenized)")
     tokenizer = Tokenizer.load(given["tokenizer"]) if given["tokenizer"] else corpus.tokenizer
     if tokenizer is None:
-        raise ValueError(f"no {TOKENIZER} next to {corpus.name}; train one with et data tokenizer, or name one")
+        raise ValueError(f"no {TOKENIZER} next to {corpus.name}; train one with et data tokenizer, or give --tokenizer")
     out = Path(given["out"] or f"{_beside(given)}-tokens")
     require_writable(out.absolute().parent, OUT)
     display.say(corpus.describe())
@@ -148,7 +148,7 @@ def _open(given: Given) -> Corpus:
 
 
 def _beside(given: Given) -> Path:
-    """Return the folder of the text."""
+    """Return the folder that contains the text."""
     return cache_folder() / FINEWEB_EDU if given["source"] == FINEWEB_EDU else expand(given["source"])
 
 
@@ -157,7 +157,7 @@ ENTRIES = {
         _fineweb_edu,
         "download training shards of FineWeb-Edu, and its validation shard",
         [
-            Option("shards", int, 8, "Shards to train on; each has about 50 million tokens (100 MB)."),
+            Option("shards", int, 8, "Number of training shards. Each has about 50 million tokens (100 MB)."),
         ],
     ),
     HUB: Entry(
@@ -165,7 +165,7 @@ ENTRIES = {
         "download a data set from the Hugging Face hub",
         [
             Option("dataset", str, None, "Name of the data set, as OWNER/NAME.", positional=True, required=True),
-            Option("files", str, "*", "Text files to download, as a pattern such as 'data/train-*'."),
+            Option("files", str, "*", "Pattern of the text files to download, such as 'data/train-*'."),
         ],
     ),
     CORE: Entry(_core, "download the questions of CORE, for et evaluate", []),
@@ -174,19 +174,19 @@ ENTRIES = {
         "train a tokenizer on the start of the text",
         [
             SOURCE,
-            Option("vocab_size", int, 65536, "Tokens in the vocabulary."),
-            Option("characters", Count, 2_000_000_000, "Characters to train on, from the start of the text."),
-            Option("out", str, BESIDE, "The file to create; et train finds it next to the shards."),
+            Option("vocab_size", int, 65536, "Number of tokens in the vocabulary."),
+            Option("characters", Count, 2_000_000_000, "Number of characters to train on, from the start of the text."),
+            Option("out", str, BESIDE, "The file to create. et train finds it next to the shards."),
             TEXT_FIELD,
         ],
     ),
     "tokenize": Entry(
         _tokenize,
-        "tokenize shards into a folder, which training can then read at almost no cost",
+        "tokenize shards in advance, so that training can read them at almost no cost",
         [
             SOURCE,
-            Option("tokenizer", str, BESIDE, "The tokenizer.json to use: ours, or another byte-level BPE."),
-            Option("out", str, TOKENS_OUT, "The folder to create, or to continue."),
+            Option("tokenizer", str, BESIDE, "The tokenizer.json to use. Any byte-level BPE tokenizer works."),
+            Option("out", str, TOKENS_OUT, "The folder to create, or to complete if it is unfinished."),
             TEXT_FIELD,
         ],
     ),

@@ -51,15 +51,15 @@ OPTIONS = [
         "data",
         str,
         None,
-        "Measure the loss on this text too; may be repeated. Any text for et train, code of the embedded corpus, "
-        "GSM8K or HumanEval.",
+        "Another text to measure the loss on, which may be any text for et train, the code of the embedded corpus, "
+        "GSM8K or HumanEval. May be repeated.",
         many=True,
     ),
-    Option("text_field", str, "text", "Field or column of --data that holds the text, for .jsonl and .parquet."),
-    Option("eval_tokens", Count | None, None, "Maximum number of tokens per text for the loss. Defaults to all."),
-    Option("bundle", str | None, "CACHE/core", "Eval bundle with the tasks of CORE, if it exists; none skips CORE."),
+    Option("text_field", str, "text", "Name of the field (.jsonl) or column (.parquet) of --data with the text."),
+    Option("eval_tokens", Count | None, None, "Maximum number of tokens of each text to measure on. Defaults to all."),
+    Option("bundle", str | None, "CACHE/core", "Folder with the tasks of CORE, if it exists. Use none to skip CORE."),
     Option("tasks", str, "all", "Tasks of the bundle to evaluate, as A,B."),
-    Option("baselines", Baselines, "nanochat", "Chance accuracies: the bundle's own table, or DCLM's newer one."),
+    Option("baselines", Baselines, "nanochat", "Table of chance accuracies: the bundle's own, or DCLM's newer one."),
     Option("harness", str | None, None, "Tasks of lm-evaluation-harness to evaluate, as A,B."),
     Option("harness_path", str | None, None, "A folder with additional tasks for the harness."),
     Option("max_per_task", Count | None, None, "Maximum number of questions per task. Defaults to all."),
@@ -69,16 +69,16 @@ OPTIONS = [
         None,
         "Mean number of routed experts per token, from 0 to all. Defaults to the trained number.",
     ),
-    Option("rates", str | None, None, "Only measure the loss at each of these rates, such as 0.25,0.5,1,2."),
+    Option("rates", str | None, None, "Measure only the loss, at each of these rates, such as 0.25,0.5,1,2."),
     Option("json", bool, False, "Print JSON instead of a table."),
     STEP,
     *COMPUTE,
 ]
 DEFAULTS = {option.name: option.default for option in OPTIONS}
 DESCRIPTION = (
-    "Evaluate trained models: loss and bits per byte on their validation text and other texts; the tasks of CORE, if "
-    "et data core has downloaded them or --bundle names them; and tasks of lm-evaluation-harness.\n\n"
-    "Results are saved to evaluation.json in the run's folder after each task; saved results are not measured again."
+    "Evaluate trained models by their loss and bits per byte on validation text and other texts, by the tasks of CORE "
+    "(from et data core or --bundle), and by tasks of lm-evaluation-harness.\n\nResults are saved to evaluation.json "
+    "in the run's folder after each task. Only tasks of lm-evaluation-harness are measured again if they were saved."
 )
 NO_VALIDATION = "use --no-validation, with --data"
 HINT = "CORE was not evaluated: download its questions with et data core, or name their folder with --bundle"
@@ -238,7 +238,7 @@ class Run(NamedTuple):
     display: Display
 
     def validate(self, eval_tokens: int | None) -> None:
-        """Measure the loss on the run's own validation text. Raises ValueError if it is gone or has changed."""
+        """Measure the loss on the run's own validation text. Raises ValueError if it is missing or has changed."""
         known = self.results.read().get("validation", {})
         if not _is_of(known, _validated_on(self.folder, NO_VALIDATION), eval_tokens):
             self.results.write(
@@ -254,8 +254,8 @@ class Run(NamedTuple):
             self.results.write("data", known | {place: self.losses(source, corpus, eval_tokens)})
 
     def losses(self, what: str, corpus: Corpus, eval_tokens: int | None) -> dict[str, Any]:
-        """Return loss and bits per byte on the corpus's validation split: causal, and also with training pools if the
-        rule looks ahead in training and the text fills a training batch."""
+        """Return the loss and bits per byte on the corpus's validation split. They are measured with causal routing,
+        and also with training pools if the rule looks ahead in training and the text fills a training batch."""
         rule = self.model.config.rule
         looks_ahead = rule is not None and rule.looks_ahead and self.results.rate is None
         pooled_at = training_batch(self.folder) if looks_ahead else None
@@ -286,7 +286,7 @@ class Run(NamedTuple):
         return result
 
     def ask_harness(self, harness: Harness, max_per_task: int | None) -> dict[str, Any]:
-        """Return the results by task and metric, and save them along with those of other tasks.
+        """Return the results, keyed by task and metric, and save them along with the results of other tasks.
 
         Every task is always evaluated: the origin of its questions is unknown, so saved results cannot be trusted.
         """
@@ -300,12 +300,12 @@ class Run(NamedTuple):
 
 
 def training_batch(folder: RunFolder) -> int | None:
-    """Return the number of sequences in a micro-batch of training; None if an imported model does not record it."""
+    """Return the number of sequences in a training micro-batch, or None for an imported model without this record."""
     return int(folder.section("train")["batch_size"]) if "train" in folder.config else None
 
 
 def _validated_on(folder: RunFolder, remedy: str) -> str:
-    """Return the hash of the run's corpus. Raises ValueError, with the remedy, if it is unknown."""
+    """Return the hash of the run's corpus. Raises ValueError, with this remedy, if it is unknown."""
     if not {"corpus", "data"} <= folder.config.keys():
         raise ValueError(f"{folder.path}: its validation text is unknown; {remedy}")
     found: str = folder.section("corpus")["hash"]
@@ -313,7 +313,7 @@ def _validated_on(folder: RunFolder, remedy: str) -> str:
 
 
 def validation_text(folder: RunFolder, remedy: str) -> Corpus:
-    """Return the corpus of the run. Raises ValueError, with the remedy, if it is gone or has changed."""
+    """Return the corpus of the run. Raises ValueError, with this remedy, if it is missing or has changed."""
     before = _validated_on(folder, remedy)
     config = DataConfig(**folder.section("data"))
     try:
@@ -326,14 +326,14 @@ def validation_text(folder: RunFolder, remedy: str) -> Corpus:
 
 
 def _is_of(known: Any, corpus: str, eval_tokens: int | None) -> bool:
-    """Return True if a section of evaluation.json has these settings; a damaged one is measured again."""
+    """Return True if a section of evaluation.json is intact and was measured with these settings."""
     if not isinstance(known, Mapping):
         return False
     return known.get("corpus") == corpus and known.get("eval_tokens", ...) == eval_tokens
 
 
 def _short_names(places: Sequence[str]) -> dict[str, str]:
-    """Return the places keyed by the shortest ending of their path that is unique and not the run's own text."""
+    """Return the places, keyed by the shortest unique ending of their paths other than the name VALIDATION."""
 
     def ends(place: str) -> list[str]:
         parts = Path(place).parts

@@ -11,12 +11,12 @@ from .options import STEP, Option, parse_all
 OPTIONS = [
     Option("run", str, None, "The folder of the run to export.", positional=True, required=True),
     Option("to", str, None, "The folder to create.", required=True),
-    Option("push", str | None, None, "Hub repository to upload to, as OWNER/NAME; a new one is created as private."),
+    Option("push", str | None, None, "Hub repository to upload to, as OWNER/NAME. New repositories are private."),
     STEP,
 ]
 DESCRIPTION = (
-    "Write a trained model to a folder for Hugging Face transformers: weights as safetensors, configuration, tokenizer,"
-    " a model card, and the model's code, so that the folder loads without this package."
+    "Write a trained model to a folder for Hugging Face transformers. The folder contains the weights, configuration, "
+    "tokenizer, model card and code of the model, so it can be loaded without this package."
 )
 
 

@@ -16,9 +16,9 @@ from .options import COMPUTE, STEP, Option, parse_all
 OPTIONS = [
     Option("run", str, None, "The folder of the run.", positional=True, required=True),
     Option("prompt", str, "", "Text to continue. An empty prompt starts a document.", may_be_empty=True),
-    Option("max_tokens", int, 200, "Maximum number of tokens, unless the document or the context ends earlier."),
-    Option("temperature", float, 1.0, "0 picks the likeliest token; 1 samples from the model's own distribution."),
-    Option("top_k", int | None, 50, "Sample from only this many of the likeliest tokens; none samples from all."),
+    Option("max_tokens", int, 200, "Maximum number of tokens. The end of the document or the context also stops."),
+    Option("temperature", float, 1.0, "With 0, the likeliest token is picked; with 1, the distribution is unchanged."),
+    Option("top_k", int | None, 50, "Sample from only this many of the likeliest tokens, or from all with none."),
     Option("seed", int | None, None, "Seed for sampling. Defaults to a random one."),
     Option(
         "rate",
@@ -26,7 +26,7 @@ OPTIONS = [
         None,
         "Mean number of routed experts per token, from 0 to all. Defaults to the trained number.",
     ),
-    Option("show_routing", bool, False, "Colour each token by how many experts it went to."),
+    Option("show_routing", bool, False, "Colour each token by the number of experts that it was routed to."),
     STEP,
     *COMPUTE,
 ]

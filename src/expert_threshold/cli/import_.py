@@ -13,11 +13,11 @@ from .options import Option, parse
 
 OPTIONS = [
     Option("folder", str, None, "The model's folder, or hub:OWNER/NAME.", positional=True, required=True),
-    Option("out", str, "runs/FOLDER", "The run folder to create; it must not exist."),
+    Option("out", str, "runs/FOLDER", "The run folder to create, which must not exist."),
 ]
 DESCRIPTION = (
     "Create a run folder from a model that et export wrote, or that transformers saved after fine-tuning it.\n\n"
-    "It can be used like any run; et train --init-from starts training from it."
+    "The new run can be used like any other, and et train --init-from can start training from it."
 )
 
 

@@ -1,4 +1,4 @@
-"""Options of a command: a table from which argparse makes values, `--help` or a one-line error."""
+"""The options of a command, given as a table that argparse turns into values, `--help` or a one-line error."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WIDEST = 40
 
 
 class Option(NamedTuple):
-    """`--name VALUE`, or a positional argument NAME, which may be any text.
+    """An option `--name VALUE`, or a positional argument NAME.
 
-    name: the key of the value; a name with a dot is the path of a run's option, which --help shows under its section.
-    kind: the type of a record's field; bool makes a pair, --name and --no-name. default: what --help shows. many: the
-    option, or the last positional argument, may be repeated; its value is the list of texts. may_be_empty: empty text
-    is valid; otherwise it is rejected, since it usually comes from an unset shell variable.
+    name: the key of the value. A name with a dot is the path of a run's option, which --help shows under its section.
+    kind: a type, as for the field of a record. A bool becomes a pair of flags, --name and --no-name. default: the
+    default to show in --help. many: whether the option, or the last positional argument, may be repeated, with a list
+    of texts as its value. may_be_empty: whether to accept an empty text, which is usually an unset shell variable.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Option(NamedTuple):
         return self.name.upper() if self.positional else flag_of(self.name)
 
     def read(self, text: str) -> Any:
-        """Return the value that the text stands for."""
+        """Convert a text from the command line to a value."""
         if not text and not self.may_be_empty:
             raise argparse.ArgumentTypeError(f"must not be empty; give {describe(self.kind)}")
         try:
@@ -59,20 +59,20 @@ class Option(NamedTuple):
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of an option, the short flag if it has two."""
+    """Return the flag of an option, which is the short flag if there is one."""
     return "--" + SHORT.get(name, name).replace("_", "-")
 
 
 # Options of every command that reads a checkpoint, and of every command that computes.
 STEP = Option("step", NonNegativeInt | None, None, "Step of the checkpoint to use. Defaults to the last one.")
 COMPUTE = [
-    Option("device", DeviceName, "auto", "Device to compute on; auto is cuda if available, else cpu."),
-    Option("dtype", DtypeName, "auto", "Dtype of matrix products; auto is bfloat16 if the hardware supports it."),
+    Option("device", DeviceName, "auto", "Device to compute on. With auto, cuda if it is available, otherwise cpu."),
+    Option("dtype", DtypeName, "auto", "Dtype of matrix products. With auto, bfloat16 if the hardware supports it."),
 ]
 
 
 def parse(prog: str, description: str, options: Sequence[Option], arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options given on the command line, by name. --help prints the help and exits with 0.
+    """Return the options given on the command line, keyed by name. --help prints the help and exits with 0.
 
     Raises ValueError for invalid options, with a one-line message that names the option and the remedy.
     """
@@ -91,12 +91,12 @@ def parse(prog: str, description: str, options: Sequence[Option], arguments: Seq
 
 
 def parse_all(prog: str, description: str, options: Sequence[Option], arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options by name, as `parse` does, with defaults for options that are not given."""
+    """Return the options like `parse`, and include the defaults of options that are not given."""
     return {option.name: option.default for option in options} | parse(prog, description, options, arguments)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, and with defaults only in --help. flags: the option's name by flag."""
+    """An argument parser that reports errors in one line. flags: the names of options, keyed by flag."""
 
     def __init__(self, prog: str, description: str, options: Sequence[Option]) -> None:
         places = [option.flag + "…" * option.many for option in options if option.positional]
@@ -112,14 +112,14 @@ class Parser(argparse.ArgumentParser):
         self.flags = {flag: action.dest for action in self._actions for flag in action.option_strings}
 
     def error(self, message: str) -> NoReturn:
-        text = re.sub(r"^argument ([^:/]+)[^:]*", r"\1", message)  # only its short name
+        text = re.sub(r"^argument ([^:/]+)[^:]*", r"\1", message)  # keeps only the short flag
         if text.endswith(": expected one argument"):  # nothing follows, or what follows looks like a flag
             text += f"; write {text.partition(':')[0]}=VALUE for a value that starts with -"
         raise ValueError(f"{text}; see {self.prog} --help")
 
 
 class _Help(argparse.HelpFormatter):
-    """Help that separates paragraphs, does not break hyphenated names, and shows only the short name of a flag."""
+    """Separates paragraphs in help texts, does not break hyphenated names, and shows only the short name of a flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -166,7 +166,7 @@ def field_options(record: type, defaults: Mapping[str, Any], prefix: str = "") -
 
 
 def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> list[str]:
-    """Return the names in "A,B", each once. Raises ValueError for an empty or unknown name."""
+    """Return the names in "A,B" without duplicates. Raises ValueError for an empty or unknown name."""
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if not name:
@@ -186,7 +186,7 @@ def metavar(kind: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value as it would be typed."""
+    """Return a value as a user would type it."""
     if isinstance(value, tuple | list):
         return ",".join(map(show, value))
     return "none" if value is None else str(value)

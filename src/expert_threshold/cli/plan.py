@@ -1,4 +1,4 @@
-"""`et plan`: estimates what a run costs, without allocating a weight."""
+"""`et plan`: estimates what a run costs, without allocating any weights."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .run_options import parse_run, resolve_run, start_of
 
 OPTIONS = [
     Option("json", bool, False, "Print one JSON object instead of tables."),
-    Option("gpus", Count, ONE_GPU.gpus, "GPUs that share the batch."),
-    Option("micro_batch", Count | None, None, "Sequences per micro-batch; defaults to a GPU's share of --batch-size."),
+    Option("gpus", Count, ONE_GPU.gpus, "Number of GPUs that share the batch."),
+    Option("micro_batch", Count | None, None, "Sequences per micro-batch. Defaults to a GPU's share of --batch-size."),
     Option("utilisation", Share, ONE_GPU.utilisation, "Model FLOPs utilisation (MFU), as a share of the peak."),
-    Option("peak_tflops", Positive, ONE_GPU.peak_tflops, "Peak TFLOPS of one GPU. Defaults to an H100 in bfloat16."),
+    Option("peak_tflops", Positive, ONE_GPU.peak_tflops, "Peak TFLOPS of a GPU. Defaults to an H100 with bfloat16."),
     Option("price_per_gpu_hour", NonNegative, ONE_GPU.price_per_gpu_hour, "Price per GPU-hour, in any currency."),
 ]
 DESCRIPTION = (
     "Estimate what a run costs: parameters, tokens, FLOPs, memory, time and money.\n\n"
-    "Memory is the peak on one GPU, without the overhead of the allocator and the GPU's libraries. With replicate, "
-    "each GPU holds all weights; with shard, a share of everything; with expert_parallel, a share of the experts."
+    "Memory is the peak on one GPU, without the overhead of the allocator and the GPU's libraries. Each GPU holds all "
+    "weights with replicate, a share of everything with shard, and a share of the experts with expert_parallel."
 )
 
 
@@ -75,7 +75,7 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
 
 
 def tables(costs: dict[str, Any]) -> list[Table]:
-    """Return three tables: the run; memory by part, with a column for each layout; time and money."""
+    """Return three tables: one of the run, one of its memory in each layout, and one of its time and money."""
     run = Table("run", "", box=box.SIMPLE)
     for name in ("preset", "recipe", "config", "rule", "dispatch", "params_total", "params_active"):
         if costs.get(name) is not None:

@@ -1,4 +1,4 @@
-"""`et evaluate --rates`: the loss of trained models by active compute, as a table, JSON and a figure."""
+"""`et evaluate --rates`: shows how the loss of trained models depends on active compute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILE = "rates.json"
 
 
 def read_rates(text: str) -> list[float | None]:
-    """Return None, for the trained cutoffs, and the rates in "0.25,0.5,1". Raises ValueError if one is invalid."""
+    """Parse rates such as "0.25,0.5,1", after None for the trained cutoffs. Raises ValueError if one is invalid."""
     try:
         return [None, *(convert(NonNegative, part) for part in parse_names("--rates", text))]
     except ValueError as error:
@@ -36,16 +36,16 @@ def read_rates(text: str) -> list[float | None]:
 
 
 def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:
-    """Raise ValueError unless the run's rule overrides `method`: `calibrated`, `calibration_rule` or `at_rate`.
+    """Raise ValueError unless the run's rule overrides `method` (`calibrated`, `calibration_rule` or `at_rate`).
 
-    flag: prefix of the message.
+    flag: a prefix for the error message.
     """
     with folder.named():
         model = GPTConfig.from_dict(folder.config)
     rule = model.rule
     if rule is None or getattr(type(rule), method) is getattr(Rule, method):
         raise ValueError(
-            f"{flag}{folder.path} is trained with {rule_name(rule)}, which has no cutoffs; name a run whose rule "
+            f"{flag}{folder.path} was trained with {rule_name(rule)}, which has no cutoffs; name a run whose rule "
             "has cutoffs, such as expert_choice or expert_threshold"
         )
     if model.dense_layers == model.layers:
@@ -53,7 +53,7 @@ def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:
 
 
 def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) -> dict[str, Any]:
-    """Return the record of a run for its JSON, table and figure."""
+    """Return the results of a run, from which its JSON, table and figure are made."""
     return {
         "run": folder.path.name,
         "step": step,
@@ -64,7 +64,7 @@ def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) ->
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return the table. results: records by the path of their run."""
+    """Return the table. results: records, keyed by the paths of their runs."""
     names = (
         "run",
         "rate",

@@ -21,8 +21,8 @@ OPTIONS = [Option("json", bool, False, "Print JSON instead of a table.")]
 WIDE = 120  # terminal columns that leave room for summaries and sources
 DESCRIPTION = (
     "List the recipes for et train --recipe: runs of the paper, and runs with other projects' settings.\n\n"
-    "pool: the tokens that compete for an expert, or over which load is measured. effective: the tokens that a "
-    "cutoff is averaged over, which are the tokens of a step divided by 1 − β. CE and CORE are the paper's results."
+    "pool: the tokens that compete for an expert, or over which load is measured. effective: the number of tokens that "
+    "a cutoff averages over, which is the tokens per step divided by 1 − β. CE and CORE are the paper's results."
 )
 
 
@@ -73,7 +73,7 @@ def _table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
 
 
 def _size(tokens: int | None) -> str:
-    """Return the number in the paper's units: 2k is 2,048."""
+    """Format a number of tokens as in the paper, where 2k means 2,048."""
     if tokens is None:
         return "–"
     return f"{tokens / 1e6:.0f}M" if tokens >= 10_000_000 else f"{tokens >> 10}k" if tokens >= 1024 else str(tokens)

@@ -37,26 +37,26 @@ from ..train.log import Display
 from .options import COMPUTE, STEP, Option, parse_all
 
 OPTIONS = [
-    Option("model", str, None, "Run folder or transformers folder; it is not changed.", positional=True, required=True),
+    Option("model", str, None, "Run or transformers folder, which is not changed.", positional=True, required=True),
     Option("to", str, None, "The folder to create, in the same format as MODEL.", required=True),
-    Option("data", str, None, "Text, as for et train. Its held-out part is used for the comparison.", required=True),
-    Option("text_field", str, "text", "Field or column of --data that holds the text, for .jsonl and .parquet."),
-    Option("experts_per_token", float | None, None, "Mean fanout to aim for. Defaults to the checkpoint's."),
-    Option("cutoffs", Cutoffs, "scores", "Method of setting the cutoffs to keep. All methods are compared."),
-    Option("tokens", Count, 65_536, "Tokens to calibrate on."),
-    Option("distill_routers", NonNegativeInt, 0, "Steps of distilling the checkpoint into the routers."),
-    Option("distill_all", NonNegativeInt, 0, "Steps of distilling it into all weights afterwards."),
+    Option("data", str, None, "Text, as in et train. The models are compared on its held-out part.", required=True),
+    Option("text_field", str, "text", "Name of the field (.jsonl) or column (.parquet) of --data with the text."),
+    Option("experts_per_token", float | None, None, "Target mean fanout. Defaults to the fanout of the checkpoint."),
+    Option("cutoffs", Cutoffs, "scores", "How to set the cutoffs of the new model. All ways are compared."),
+    Option("tokens", Count, 65_536, "Number of tokens to calibrate on."),
+    Option("distill_routers", NonNegativeInt, 0, "Number of steps that distill the checkpoint into the routers."),
+    Option("distill_all", NonNegativeInt, 0, "Number of subsequent steps that distill it into all weights."),
     Option("lr", Positive, 3e-4, "Peak learning rate of the distillation."),
     Option("batch_size", Count, 16, "Sequences per batch."),
-    Option("eval_tokens", Count, 400_000, "Held-out tokens to compare on, in whole documents."),
-    Option("seed", NonNegativeInt, 0, "Seed for the choice of text and for the bootstrap."),
+    Option("eval_tokens", Count, 400_000, "Number of held-out tokens to compare on, in whole documents."),
+    Option("seed", NonNegativeInt, 0, "Seed for selecting the text and for the bootstrap."),
     STEP,
     *COMPUTE,
 ]
 DESCRIPTION = (
-    "Convert a mixture with top-k routing to Expert Threshold routing: its cutoffs are calibrated on a text, and "
-    "self-distillation may follow. The loss is compared with static top k' for every k' up to twice the "
-    "checkpoint's k.\n\nUnfinished work is kept in TO.partial; repeat the same command to continue it."
+    "Convert a mixture from top-k routing to Expert Threshold routing. The cutoffs are calibrated on a text, which may "
+    "be followed by self-distillation. The loss is compared with the loss of static top k' for every k' up to twice "
+    "the checkpoint's k.\n\nUnfinished work is kept in TO.partial. To continue it, repeat the same command."
 )
 ASKED = "options.json"
 
@@ -76,7 +76,7 @@ def run(arguments: Sequence[str]) -> None:
     asked |= {"step": source.step, "text": corpus.hash}
     work = to.with_name(f"{to.name}.partial")
     if work.exists() and read_json(work / ASKED) != asked:
-        raise ValueError(f"{work}: holds unfinished work with other options; use those, or delete it")
+        raise ValueError(f"{work}: contains unfinished work with other options; use the same options, or delete it")
     with Interrupt() as interrupt, Display(Console(stderr=True), name=options["to"]) as display:
         documents = _documents(source, corpus, options)
         steps = max(options["distill_routers"], options["distill_all"]) * options["batch_size"]
@@ -124,7 +124,7 @@ def _documents(source: Checkpoint, corpus: Corpus, options: Mapping[str, Any]) -
 
 
 class Job(NamedTuple):
-    """A conversion and its measurements; each measurement is saved in the folder `work` as it is made."""
+    """A conversion and its measurements. Each measurement is saved in the folder `work` as soon as it is made."""
 
     options: Mapping[str, Any]
     source: Checkpoint
@@ -135,7 +135,7 @@ class Job(NamedTuple):
     interrupt: Interrupt
 
     def do(self, rule: ExpertThreshold) -> tuple[Any, list[Sums], dict[str, Sums]]:
-        """Return the model to keep, the sums of static top k′ by k′, and the sums of variable fanout by name."""
+        """Return the new model, the sums for each static k′, and the sums for variable fanout, keyed by name."""
         source, cutoffs = self.source, self.options["cutoffs"]
         model, first = source.with_rule(rule), self.sample("calibrating", source.model)
         fanouts = [share * rule.experts_per_token for share in (0.25, 0.5, 0.75, 1, 1.5)]
@@ -189,7 +189,7 @@ class Job(NamedTuple):
         return found
 
     def measure(self, name: str, model: Any) -> Sums:
-        """Return a model's sums by document, starting from the saved sums."""
+        """Return a model's sums for each document. Documents whose sums are saved are not measured again."""
         path, shown = self.work / f"{name.replace(' ', '-')}.json", self.display.task(name)
         sums: list[tuple[float, float]] = read_json(path)["sums"] if path.exists() else []
         try:
@@ -210,11 +210,11 @@ class Job(NamedTuple):
 def _markdown(report: Mapping[str, Any], compared: Mapping[str, Comparison]) -> str:
     rows = {who: [n for n, found in compared.items() if found.lower == who] for who in ("static", "variable", "open")}
     lines = [
-        f"Static top k′ has the lower loss than: {'; '.join(rows['static']) or 'none'}. Variable fanout has the lower "
+        f"Static top k′ has a lower loss than: {'; '.join(rows['static']) or 'none'}. Variable fanout has a lower "
         f"loss with: {'; '.join(rows['variable']) or 'none'}. Undecided: {'; '.join(rows['open']) or 'none'}.",
         "",
-        f"Nats per token on {report['documents']} held-out documents, {report['tokens']:,} tokens. Between two k′ the "
-        "static loss is interpolated; intervals are from a bootstrap over documents, 95 % for each row alone.",
+        f"Losses are in nats per token, on {report['documents']} held-out documents with {report['tokens']:,} tokens. "
+        "The static loss is interpolated between two k′. Each row has its own 95 % bootstrap interval over documents.",
         "",
         "| static top k′ | loss |\n|---:|---:|",
         *(f"| {k} | {loss:.4f} |" for k, loss in enumerate(report["static"])),

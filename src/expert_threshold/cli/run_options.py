@@ -20,17 +20,17 @@ Given = Mapping[str, Any]
 
 PRESET = Option("preset", str, DEFAULT_PRESET, f"Preset to start from: {', '.join(RUNS)}.", positional=True)
 RECIPE = Option("recipe", str, None, "Recipe to use; see et recipes.")
-TOKENS = Option("tokens", Count | None, None, "Token budget instead of --steps.")
-CONFIG = Option("config", str, None, "JSON or TOML file of options. A run's config.json is one.")
+TOKENS = Option("tokens", Count | None, None, "Number of tokens to train on, instead of --steps.")
+CONFIG = Option("config", str, None, "JSON or TOML file with options, such as a run's config.json.")
 HELP = (
-    "Options are named by their path, such as --optim.matrix-lr, in files and errors too. Everyday options also have a "
-    "short flag; --help-all lists all options. If several places set an option, the first counts: flag, file, resumed "
-    "or initial run, recipe, preset."
+    "Options are named by their path, such as --optim.matrix-lr, including in files and errors. Common options also "
+    "have a short flag. --help-all lists all options. If an option is set in several places, the first of these takes "
+    "precedence: flag, file, resumed or initial run, recipe, preset."
 )
 
 
 def run_options(config: RunConfig) -> list[Option]:
-    """Return the options of a run, with defaults from `config`; options of the chosen rule come first."""
+    """Return the options of a run, with defaults from `config`. Options of the chosen rule come first."""
     sections = config.to_dict()
     rule = sections.pop("rule")
     name = rule.pop("name")
@@ -51,9 +51,9 @@ def options_of_any_rule() -> list[Option]:
 
 
 def resolve_run(given: Given) -> RunConfig:
-    """Return the run of the given options. In order of precedence: flags, file, --init-from's model, recipe, preset.
+    """Return the run of the given options. The order of precedence is flags, file, initial model, recipe, preset.
 
-    Options that a rule scales to the length of a run follow the new run. Raises ValueError for invalid options.
+    Options that a rule scales to the length of a run are set for the new run. Raises ValueError for invalid options.
     """
     initial, file = {}, read_config_file(given["config"]) if "config" in given else {}
     if "init_from" in given:
@@ -70,7 +70,7 @@ def resolve_run(given: Given) -> RunConfig:
 
 
 def preset_of(given: Given) -> str:
-    """Return the given preset, or else the recipe's preset."""
+    """Return the given preset or, if there is none, the recipe's preset."""
     recipe = given.get("recipe")
     return cast(str, given.get("preset", RECIPES[recipe].preset if recipe in RECIPES else DEFAULT_PRESET))
 
@@ -82,7 +82,7 @@ def start_of(given: Given) -> dict[str, str]:
 
 
 def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
-    """Return the options in the file at `path`, by their paths. Raises ValueError naming `flag` if it is invalid."""
+    """Return the options in the file at `path`, keyed by their paths. Raises ValueError if the file is invalid."""
     loads = tomllib.loads if Path(path).suffix == ".toml" else json.loads
     try:
         value = loads(Path(path).read_text("utf-8-sig"))  # some Windows editors write a byte order mark
@@ -106,8 +106,8 @@ def parse_run(
 ) -> dict[str, Any]:
     """Return the given options of a command that has its `own` options in addition to those of a run.
 
-    without: names of options that the command lacks. --help shows the everyday options and the rule's, --help-all shows
-    all, with the defaults of the preset, the rule and the file named on the command line.
+    without: names of options that the command does not have. --help shows common options and those of the rule, and
+    --help-all shows all. Defaults come from the preset, the rule and the file named on the command line.
     """
 
     def offered(options: Sequence[Option]) -> list[Option]:

@@ -27,19 +27,19 @@ API_KEY = "ET_API_KEY"
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to serve.", positional=True, required=True),
-    Option("host", str, "127.0.0.1", "The address to listen on; only loopback keeps other machines out."),
-    Option("port", Annotated[int, Bounds(least=0, most=65535)], 8000, "The port; 0 picks a free one."),
+    Option("host", str, "127.0.0.1", "The address to listen on. Only loopback addresses keep other machines out."),
+    Option("port", Annotated[int, Bounds(least=0, most=65535)], 8000, "The port to listen on. 0 picks a free port."),
     Option("name", str | None, None, "The model's name in requests. Defaults to the folder's name."),
-    Option("compare", str, None, "Another run to show next to it in the explorer; may be repeated.", many=True),
+    Option("compare", str, None, "Another run to show in the explorer for comparison. May be repeated.", many=True),
     Option("explorer", bool, False, "Serve the explorer at / to other machines too. A local server always serves it."),
-    Option("public_host", str, None, "Host name under which a proxy exposes this server; may be repeated.", many=True),
-    Option("cors", str, None, "An origin whose pages may call the API, or * for all; may be repeated.", many=True),
+    Option("public_host", str, None, "Host name under which a proxy exposes this server. May be repeated.", many=True),
+    Option("cors", str, None, "An origin whose pages may call the API, or * for all. May be repeated.", many=True),
     Option("api_key", str | None, None, f"Key required on every route except /health. Defaults to {API_KEY}, if set."),
-    Option("slots", Count, 8, "Texts generated at a time."),
-    Option("strict", bool, False, "Compute row by row: the same bits whatever else is in the batch."),
+    Option("slots", Count, 8, "Number of texts to generate at the same time."),
+    Option("strict", bool, False, "Compute row by row, so that other texts in the batch do not affect rounding."),
     STEP,
     *COMPUTE,
-    Option("threads", Count | None, None, "Threads for torch's matrix products. Defaults to torch's choice."),
+    Option("threads", Count | None, None, "Number of threads for matrix products. Defaults to torch's choice."),
 ]
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LIMITS = field_options(Limits, vars(Limits()), prefix="max_")
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> None:
     private = local and not public
     api_key = os.environ.get(API_KEY) if options["api_key"] is None else options["api_key"]
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
-        raise ValueError(f"--api-key or {API_KEY} must be ASCII letters, digits and signs; or leave both out")
+        raise ValueError(f"--api-key or {API_KEY} must consist of ASCII letters, digits and signs; or leave both out")
     shown = private or options["explorer"]
     compared = options["compare"] or []
     if compared and not shown:

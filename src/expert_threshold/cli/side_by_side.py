@@ -1,4 +1,4 @@
-"""The table that `et evaluate` prints: a column for each run, a row for each number."""
+"""The table that `et evaluate` prints, with a column for each run and a row for each number."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ VALIDATION = "validation"
 def table(
     results: Mapping[str, Result], validation: bool, texts: Mapping[str, str], labels: Sequence[str], harness: bool
 ) -> Table:
-    """Return the table. results: each run's evaluation.json by path. texts: keys of further texts' results, by name.
+    """Return the table. results: each run's evaluation.json, keyed by path. labels: the tasks of CORE.
 
-    labels: tasks of CORE. Each accuracy is followed by the centred accuracy, and each loss by training pools is
-    followed by the gap to the causal loss on the same tokens.
+    texts: the keys under which results on other texts are saved, keyed by the name to show. Each accuracy is followed
+    by its centred accuracy, and each loss with training pools by its gap to the causal loss on the same tokens.
     """
     shown = Table()
     shown.add_column(no_wrap=True)

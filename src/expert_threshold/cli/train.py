@@ -40,28 +40,28 @@ from .options import Option, flag_of
 from .run_options import parse_run, preset_of, resolve_run, with_paths
 
 OPTIONS = [
-    Option("out", str, "runs/PRESET-RULE", "Run folder to create; it must not exist."),
+    Option("out", str, "runs/PRESET-RULE", "Run folder to create, which must not exist."),
     Option(
         "resume",
         str,
         None,
-        "Run to resume with its own options, on any number of ranks. Larger --steps, --tokens or --minutes extend the "
-        "run. --data names its text if that has moved.",
+        "Run to resume with its own options, on any number of ranks. A larger --steps, --tokens or --minutes extends "
+        "the run, and --data gives the new location of its text if it has moved.",
     ),
     Option(
         "init_from",
         str,
         None,
-        "Run whose model, weights and tokenizer to start from, or hub:OWNER/NAME, an export on the Hugging Face hub. "
-        "Cutoffs or biases are kept; warmup and decay are scaled to the new run.",
+        "Run whose model, weights and tokenizer to start from, or an export on the Hugging Face hub as hub:OWNER/NAME. "
+        "Cutoffs or biases are kept, whereas warmup and decay are scaled to the new run.",
     ),
-    Option("nproc", Count | None, None, "Local processes, one per GPU."),
+    Option("nproc", Count | None, None, "Number of local processes to start, one per GPU."),
     Option(
         "minutes",
         Minutes | None,
         None,
-        "Time budget instead of --steps. It includes validation, samples and checkpoints, but not reading "
-        "the text or CORE.",
+        "Time budget in minutes, instead of --steps. It includes validation, samples and checkpoints, but not reading "
+        "the text or evaluating CORE.",
     ),
 ]
 
@@ -173,7 +173,7 @@ def _default_out(given: dict[str, Any]) -> str:
 
 
 def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> None:
-    """Run the same command in several processes. Raises ValueError first for options that they would reject."""
+    """Run the same command in several processes. Raises ValueError before that if they would reject an option."""
     config = _resumed(RunFolder.open(given["resume"]), given, processes) if "resume" in given else resolve_run(given)
     mesh_sizes(processes, config.train.expert_parallel)
     require_trainable(config.model, config.train, processes)
@@ -194,7 +194,7 @@ def _config_of(folder: RunFolder) -> RunConfig:
 
 
 def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
-    """Return the run's configuration with the given options that may change. Raises ValueError for any other option.
+    """Return the run's configuration, updated with the given options. Raises ValueError if one of them may not change.
 
     Experts are split as before, or as far as the number of ranks allows, unless --train.expert-parallel is given.
     """
@@ -219,7 +219,7 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
 
 
 def _other_threads(config: RunConfig) -> str | None:
-    """Return a note if a resumed run keeps a number of threads other than this process's; else None."""
+    """Return a note if a resumed run keeps a number of threads other than this process would use, or else None."""
     usual = torch.get_num_threads()
     if config.train.threads in (None, usual) or pick_device(config.train.device).type != "cpu":
         return None
@@ -249,8 +249,8 @@ def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:
         pool = window(config, local).pool
         if pool != cost["pool"]:
             lines.append(
-                f"note: {cost['rule']} looks at {pool:,} tokens on each rank, not {cost['pool']:,} as on one process; "
-                f"an --accumulation that {rendezvous.world_size} divides keeps its micro-batches whole"
+                f"note: {cost['rule']} uses pools of {pool:,} tokens on each rank, not {cost['pool']:,} as in a single "
+                f"process; an --accumulation divisible by {rendezvous.world_size} keeps its micro-batches whole"
             )
     return "\n".join(lines)
 

@@ -21,18 +21,18 @@ from ..runs.folder import derive
 from .options import STEP, Option, parse_all
 
 DESCRIPTION = (
-    "Initialize a Mixture-of-Experts run from a dense one. The feed-forward layer becomes the shared expert; routed "
+    "Initialize a Mixture-of-Experts run from a dense run. The feed-forward layer becomes the shared expert. Routed "
     "experts start with copies of its input weights and zero output weights, so the model's outputs do not change."
 )
 
 
 def _options() -> list[Option]:
     return [
-        Option("run", str, None, "The folder of the dense run; it is not changed.", positional=True, required=True),
+        Option("run", str, None, "The folder of the dense run. It is not changed.", positional=True, required=True),
         Option("to", str, None, "The run folder to create, for et train --init-from.", required=True),
-        Option("rule", Literal[tuple(RULES)], DEFAULT_RULE, "How scores become an assignment."),
-        Option("num_experts", int, 16, "Routed experts per layer."),
-        Option("experts_per_token", float, 1.0, "Routed experts per token, on average."),
+        Option("rule", Literal[tuple(RULES)], DEFAULT_RULE, "Routing rule, which turns scores into an assignment."),
+        Option("num_experts", int, 16, "Number of routed experts per layer."),
+        Option("experts_per_token", float, 1.0, "Mean number of routed experts per token."),
         Option("d_expert", int | None, None, "Hidden width of an expert. Defaults to the dense run's d_expert."),
         Option("dense_layers", int, 1, "Number of initial layers that stay dense."),
         Option("seed", NonNegativeInt, 0, "Seed for the routers, and for the hidden units that each expert copies."),

@@ -1,4 +1,4 @@
-"""Routing capture: generation records which experts each token went to, for `replay` in training."""
+"""Generates text and captures its routing, so that training can repeat the routing with `replay`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .engine import Engine, Request
 
 
 class Generated(NamedTuple):
-    text: str  # without the prompt
-    capture: Capture  # covers the prompt and the text
+    text: str  # the generated text, without the prompt
+    capture: Capture  # the routing of both the prompt and the text
 
 
 def generate_captured(
     model: GPT, tokenizer: Tokenizer, requests: Sequence[Request], *, slots: int = 8
 ) -> list[Generated]:
-    """Generate for all requests, `slots` at a time, and return each text with its routing.
+    """Generate a text for each request, up to `slots` at a time, and return the texts with their routing.
 
     Raises ValueError if a request is invalid or a logit is not finite.
     """

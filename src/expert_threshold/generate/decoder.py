@@ -1,7 +1,7 @@
-"""Sequences that grow by a few tokens at a time, each in its own row of a cache.
+"""Incremental decoding: appends a few tokens at a time to sequences, each of which has its own row in a cache.
 
-Two forwards append tokens to the same cache: `GPT.forward` and, where it applies, the C++ in `kernels/cpu/decode.cpp`,
-which computes a whole step in one call. Both implement every piece of the trunk; a test runs each option through both.
+There are two implementations that share the cache: `GPT.forward` and, where it applies, the C++ code in
+`kernels/cpu/decode.cpp`, which computes a whole step in one call. Tests compare them for every option of the trunk.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..model.gpt import Block
 from ..moe import Router, RoutingHistory, Rule
 
 PREFILL = 256
-"""Prompt tokens per forward; bounds the memory of masks and logits."""
+"""The maximum number of prompt tokens in a forward pass, which bounds the memory for masks and logits."""
 SHARED = 2**19
-"""Multiplications above which threads share the work; below, synchronizing them costs more than it saves."""
+"""The number of multiplications from which several threads are used. Below it, they cost more than they save."""
 
 
 class LogitStats(NamedTuple):
@@ -40,9 +40,9 @@ class LogitStats(NamedTuple):
 class Decoded(NamedTuple):
     """The results of appending tokens to sequences.
 
-    logits: (requested tokens, vocab), float32; peaks: one per row of logits. Routing covers all tokens and MoE layers:
-    scores (layers, tokens, num_scores), boolean assignment and gates (layers, tokens, experts); gates is None if they
-    are σ(scores). assigned: the total number of token-expert pairs.
+    `logits` are float32 (requested tokens, vocab), and `peaks` has an entry for each of their rows. The routing covers
+    all tokens and MoE layers: `scores` have the shape (layers, tokens, num_scores), the boolean `assignment` and the
+    `gates` (layers, tokens, experts). `gates` is None if the gates are σ(scores). `assigned` counts token-expert pairs.
     """
 
     logits: Tensor
@@ -54,7 +54,7 @@ class Decoded(NamedTuple):
 
     @classmethod
     def of(cls, output: Output, rule: Rule | None) -> Decoded:
-        """Build the record from a recorded forward without targets. rule: the model's."""
+        """Build the record from a forward pass that recorded its routing and had no targets. rule: the model's rule."""
         assert output.logits is not None
         assert output.routings is not None
         logits = output.logits.flatten(0, 1)
@@ -72,7 +72,7 @@ class Decoded(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence[Decoded]) -> Decoded:
-        """Return the results for the tokens of all parts, in order."""
+        """Concatenate the results of several parts, in order."""
         if len(parts) == 1:
             return parts[0]
         logits, peaks, scores, assignment, gates, assigned = zip(*parts, strict=True)
@@ -87,11 +87,11 @@ class Decoded(NamedTuple):
 
 
 class Decoder:
-    """Appends tokens to sequences with a kernel if there is one, else with `GPT.forward` and a cache.
+    """Appends tokens to sequences, with a kernel if one applies and with `GPT.forward` and a cache otherwise.
 
-    Uses a snapshot of the model. rows: sequences at a time; capacity: tokens per row. strict: a sequence gets the same
-    bits alone and in a batch. A kernel always guarantees that. Without one, a strict step computes row by row;
-    otherwise, rounding depends on the number of rows and on how threads divide them.
+    The decoder uses a snapshot of the model, and holds up to `rows` sequences of up to `capacity` tokens. If `strict`
+    is True, a sequence gets the same bits alone as in a batch. A kernel always guarantees this. Without one, a strict
+    step computes row by row; otherwise, rounding depends on the number of rows and on how threads divide them.
     """
 
     def __init__(self, model: GPT, rows: int, capacity: int, *, strict: bool = False) -> None:
@@ -102,7 +102,7 @@ class Decoder:
         self._pasts = self._pasts_at(None)  # the snapshot never changes
 
     def open(self, row: int, rate: float | None = None) -> None:
-        """Start an empty sequence in a row. rate: routed experts per token for this row; None uses the model's rate."""
+        """Start an empty sequence in a row, with `rate` routed experts per token. None uses the model's own rate."""
         pasts = self._pasts if rate is None else self._pasts_at(rate)
         self.cache.begin(row, pasts)
         if self.kernel is not None:
@@ -112,15 +112,15 @@ class Decoder:
         return {layer: moe.router.past(rate) for layer, moe in self.model.moe_layers()}
 
     def close(self, row: int, *, wipe: bool = False) -> None:
-        """End a row's sequence. wipe: also clear its keys and values. This is needed if they may not be finite, since
-        attention weights entries beyond a sequence's end with 0, but 0 · NaN is NaN.
+        """End a row's sequence, and clear its keys and values if `wipe` is True. This is needed if they may not be
+        finite: attention multiplies entries beyond a sequence's end by 0, but 0 · NaN is NaN.
         """
         self.cache.begin(row, {})
         if wipe:
             self.cache.held[:, row] = 0
 
     def read(self, row: int, tokens: Sequence[int], *, every: bool = False) -> Decoded:
-        """Append up to PREFILL tokens to a row's sequence; return the logits of the last token, or of every token."""
+        """Append up to PREFILL tokens to a row's sequence. Only the last token gets logits unless `every` is True."""
         count = len(tokens)
         assert 0 < count <= PREFILL, f"{count} tokens at once"
         self._require_room([row], count)
@@ -130,7 +130,7 @@ class Decoder:
         return self._forward([row], [tokens], last=not every)
 
     def step(self, tokens: Mapping[int, int]) -> Decoded:
-        """Append one token to each given row's sequence; return one row of results for each, in ascending order."""
+        """Append one token to the sequence of each given row. The results are in ascending order of the rows."""
         rows = sorted(tokens)
         self._require_room(rows, 1)
         if self.kernel is not None:
@@ -151,7 +151,7 @@ class Decoder:
     def _require_room(self, rows: Sequence[int], count: int) -> None:
         longest = max(self.cache.lengths[row] for row in rows) + count
         if longest > self.capacity:  # the kernel would write beyond the row
-            raise ValueError(f"{longest} tokens do not fit in a row of {self.capacity}")
+            raise ValueError(f"{longest} tokens do not fit in a cache row of {self.capacity} tokens")
 
     @torch.inference_mode()
     def _forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], last: bool = False) -> Decoded:
@@ -162,13 +162,13 @@ class Decoder:
 
 
 class Kernel:
-    """Appends a few tokens to cached sequences as `GPT.forward` does, with the same bits whatever shares the batch.
+    """Appends a few tokens to cached sequences, like `GPT.forward`, with results that do not depend on the batch.
 
-    Wraps a C++ decoder with the model's weights, each row's thresholds, and the cache.
+    This wraps a C++ decoder that holds the model's weights, the thresholds of each row, and the cache.
     """
 
     most = 64
-    """Up to this many tokens in one row, the kernel is faster than matrix products."""
+    """The largest number of tokens in one row for which the kernel is faster than matrix products."""
 
     def __init__(self, model: GPT, cache: Cache) -> None:
         config = model.config
@@ -200,20 +200,20 @@ class Kernel:
             self._add(block, *scalars)
 
     def begin(self, row: int, pasts: Mapping[int, RoutingHistory]) -> None:
-        """Start an empty sequence in a row; arguments as in `Cache.begin`."""
+        """Start an empty sequence in a row. See `Cache.begin` for the arguments."""
         for layer, thresholds in self._thresholds.items():
             past = pasts[layer].thresholds
             assert past is not None
             thresholds[row] = past
 
     def append(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
-        """Compute each token at its position in a row of the cache, a row's tokens in order; logits start at `first`.
+        """Append each token at its position in a row of the cache, and return the logits from token `first` on.
 
-        Raises IndexError if a token is not in the vocabulary.
+        The tokens of a row must be in order. Raises IndexError if a token is not in the vocabulary.
         """
         count = len(tokens)
         if not 0 <= min(tokens) <= max(tokens) < self._vocab:
-            raise IndexError(f"token ids {min(tokens)} to {max(tokens)} must be between 0 and {self._vocab - 1}")
+            raise IndexError(f"token ids must be between 0 and {self._vocab - 1}, not {min(tokens)} to {max(tokens)}")
         threads = torch.get_num_threads() if count * self._work >= SHARED else 1
         logits, peaks, scores, assignment, assigned = decoder_append(
             self._decoder, list(tokens), list(rows), list(places), first, threads
@@ -263,7 +263,7 @@ class Kernel:
 
 
 def _numbers(scalars: Tensor | None, count: int, without: float) -> list[float]:
-    """Return a trunk's scalars; if it has none, `count` copies of the value that has no effect."""
+    """Return the trunk's scalars or, if it has none, `count` copies of `without`, which has no effect."""
     numbers: list[float] = [without] * count if scalars is None else scalars.tolist()
     return numbers
 
@@ -273,9 +273,9 @@ def _weights(up: Tensor, gate: Tensor | None, down: Tensor) -> list[Tensor]:
 
 
 def kernel_of(model: GPT, cache: Cache) -> Kernel | None:
-    """Return the kernel for a snapshot of a model, or None if it does not apply. It needs float32 or bfloat16 on a CPU,
-    a compiler, kernels switched on, a model without adapters, and a rule that has sigmoid or softmax gates and either
-    thresholds or a biased top k.
+    """Return the kernel for a snapshot of a model, or None if it does not apply. It requires float32 or bfloat16 on a
+    CPU, a compiler, kernels that are not switched off, a model without adapters, and a rule with sigmoid or softmax
+    gates that selects by thresholds or by a biased top k.
     """
     if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16) or model.adapted:
         return None
@@ -289,5 +289,5 @@ def _knows(router: Router) -> bool:
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the decoder's kernels; None if they are switched off or cannot be built."""
+    """Return the library of the decoder's kernels, or None if they are switched off or cannot be built."""
     return None if switched_off() else decode.decoder()

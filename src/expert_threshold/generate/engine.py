@@ -1,4 +1,4 @@
-"""Text generation, token by token: one sequence, or many that join and leave a running batch."""
+"""Generates text token by token, for one sequence or for many that join and leave a running batch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class TokenRouting(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One token. text: the text it completes; a character split across tokens comes with the last of them.
+    """One token, and the text that it completes. A character split across tokens belongs to the last of them.
 
-    logprob: nats, from the model itself, before temperature and top-k; None if no token precedes this one.
-    finish: None while more tokens follow, "stop" at the end of the document or at a stop string, "length" once
-    max_tokens or the context is exhausted. routing: one record per MoE layer, if recorded. top: the likeliest tokens
-    at this position with their logprobs, as many as the request asked for.
+    logprob: in nats, from the model itself, before temperature and top-k apply; None if no token precedes this one.
+    finish: None while more tokens follow, "stop" at the end of the document or at a stop string, or "length" once
+    max_tokens or the context is exhausted. routing: one record per MoE layer, if the request asked to record it.
+    top: the likeliest tokens at this position with their logprobs, as many as the request asked for.
     """
 
     token: int
@@ -48,12 +48,12 @@ class Step(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A prompt and its sampling parameters; `check` validates them.
+    """A prompt and its sampling parameters, which `check` validates.
 
-    temperature 0 picks the likeliest token; top_k=None and top_p=1 sample from all tokens. The same seed gives the same
-    tokens; None draws a seed. stop: strings that end the text and are omitted from it. tops: number of likeliest tokens
-    to report in each step. echo: also make steps for the prompt's tokens. record: report each token's routing. rate:
-    target for routed experts per token in every layer, for prompt and continuation; None keeps the model's rate.
+    A temperature of 0 picks the likeliest token; top_k=None and top_p=1 sample from all tokens. The same seed gives the
+    same tokens, and None picks a random seed. stop: strings that end the text and are not part of it. tops: the number
+    of likeliest tokens to report in each step. echo: also report the prompt's tokens as steps. record: report the
+    routing of each token. rate: the target number of routed experts per token in every layer; None keeps the model's.
     """
 
     prompt: tuple[int, ...]
@@ -75,19 +75,19 @@ class Request(NamedTuple):
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 0")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature={self.temperature} must be at least 0 and finite; 0 picks the likeliest token"
+                f"temperature={self.temperature} must be finite and at least 0; 0 picks the likeliest token"
             )
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1; None samples from all tokens")
+            raise ValueError(f"top_k={self.top_k} must be at least 1; use None to sample from all tokens")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 samples from all tokens")
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; use 1 to sample from all tokens")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed} must be a whole number from 0 to 2**63 - 1; None draws one")
+            raise ValueError(f"seed={self.seed} must be an integer from 0 to 2**63 - 1; use None for a random seed")
         if not self.prompt:
-            raise ValueError("prompt has no tokens; give at least the token that opens a document")
+            raise ValueError("prompt has no tokens; it needs at least the token that starts a document")
         if len(self.prompt) + min(self.max_tokens, 1) > context:
             raise ValueError(
-                f"prompt of {len(self.prompt)} tokens leaves no room in the context of {context}; shorten it"
+                f"a prompt of {len(self.prompt)} tokens leaves no room in a context of {context} tokens; shorten it"
             )
 
 
@@ -100,7 +100,7 @@ class Sampler:
         self._draw = sample if decoder.library() is None else decoder_sample
 
     def __call__(self, logits: Tensor) -> int:
-        """Draw a token id from logits (vocab,), float32 on the CPU. Raises ValueError if any is NaN."""
+        """Draw a token id from float32 logits (vocab,) on the CPU. Raises ValueError if any of them is NaN."""
         if self.temperature == 0:
             return int(logits.argmax())
         count = len(logits) if self.top_k is None else min(self.top_k, len(logits))
@@ -111,33 +111,33 @@ class Sampler:
 
 
 def _uniform(generator: torch.Generator) -> Iterator[float]:
-    """Yield uniform numbers in [0, 1), drawn 64 at a time, which costs little more than drawing one."""
+    """Yield uniform random numbers in [0, 1). Drawing 64 at a time costs little more than drawing one."""
     while True:
         yield from torch.rand(64, dtype=torch.float64, generator=generator).tolist()
 
 
 def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int:
-    """Return the token at quantile `number` in [0, 1) of the `most` likeliest, reduced to the fewest that reach top_p.
+    """Sample by top-k (`most`) and top-p: return the token at the quantile `number`, from [0, 1), of what remains.
 
-    Returns -1 if a logit is NaN. Equivalent to `decoder_sample`, but with PyTorch's operations.
+    Returns -1 if a logit is NaN. This is equivalent to `decoder_sample`, but uses PyTorch operations.
     """
     likeliest, tokens = logits, None
     if most < len(logits) or top_p < 1:
         likeliest, tokens = logits.topk(most)
-    # In float64, with the maximum shifted to 0, even the smallest temperature does not overflow.
+    # With float64 and the maximum shifted to 0, even the smallest temperature does not overflow.
     sums = ((likeliest.double() - likeliest.max()) / temperature).exp().cumsum(0)
     if sums[-1].isnan():
         return -1
-    if top_p < 1:  # the fewest tokens that reach top_p, including the last
+    if top_p < 1:  # keep the fewest tokens whose probabilities add up to at least top_p
         sums = sums[: int(torch.searchsorted(sums, top_p * sums[-1])) + 1]
     place = min(int(torch.searchsorted(sums, number * sums[-1], right=True)), len(sums) - 1)
     return place if tokens is None else int(tokens[place])
 
 
 class TextStream:
-    """Decodes tokens as they arrive. Text that may start a stop string is held back until more text decides.
+    """Decodes tokens as they arrive, and holds back text that may turn out to be the start of a stop string.
 
-    after: the bytes before this text, which may end inside a character.
+    after: the bytes that precede this text. They may end in the middle of a character.
     """
 
     def __init__(self, stop: Sequence[str], after: bytes = b"") -> None:
@@ -147,7 +147,7 @@ class TextStream:
         self._held = ""
 
     def push(self, content: bytes, final: bool) -> tuple[str, bool]:
-        """Return the text that can be shown now, and True if it is followed by a stop string."""
+        """Return the text that can be shown now, and whether a stop string follows it."""
         text = self._held + self._decoder.decode(content, final)
         places = [place for stop in self.stop if (place := text.find(stop)) >= 0]
         if places:
@@ -165,7 +165,7 @@ def _overlap(text: str, stop: str) -> int:
 def ending(tokenizer: Tokenizer, request: Request) -> bytes:
     """Return the bytes at the end of an echoed prompt that may start a character completed by the generated text.
 
-    Returns no bytes without echo, because then the prompt and the generated text are separate texts.
+    Without echo, the result is empty, because the prompt and the generated text are then separate texts.
     """
     content = b""
     for token in request.prompt[-3:] if request.echo else ():
@@ -174,7 +174,7 @@ def ending(tokenizer: Tokenizer, request: Request) -> bytes:
 
 
 class TokenDistribution(NamedTuple):
-    """The distribution of a sequence's next token: one row of logits (rows, vocab), and its peak."""
+    """The distribution of a sequence's next token, given as one row of the logits (rows, vocab) and its statistics."""
 
     of_all: Tensor
     row: int
@@ -182,18 +182,18 @@ class TokenDistribution(NamedTuple):
 
     @classmethod
     def of(cls, decoded: Decoded) -> list[TokenDistribution]:
-        """Return one record per row of logits, on the CPU."""
+        """Return one distribution for each row of logits, with the logits on the CPU."""
         logits = decoded.logits.cpu()
         return [cls(logits, row, peak) for row, peak in enumerate(decoded.peaks)]
 
     @property
     def finite(self) -> bool:
-        """False if a logit is NaN or +∞, or all are −∞, so that no token can be chosen."""
+        """False if a logit is NaN or +∞, or if all are −∞, because then no token can be chosen."""
         return math.isfinite(self.peak.logsumexp)
 
     @property
     def logits(self) -> Tensor:
-        """This row's logits (vocab,)."""
+        """The logits (vocab,) of this row."""
         return self.of_all[self.row]
 
     def logprob(self, token: int) -> float:
@@ -209,8 +209,9 @@ class TokenDistribution(NamedTuple):
 
 
 class ActiveRequest:
-    """A request in progress. room: tokens that fit after its prompt; after: its `ending`. prompt: the prompt's steps,
-    if echoed; steps: the steps generated so far. error: why it finished early, or None.
+    """A request in progress, with the steps of its prompt, if it is echoed, and the steps generated so far.
+
+    room: how many tokens fit after the prompt. after: the result of `ending`. error: why it finished early, or None.
     """
 
     def __init__(self, request: Request, room: int, after: bytes) -> None:
@@ -239,8 +240,8 @@ class ActiveRequest:
 
 @dataclass
 class Counts:
-    """An engine's totals. read, written: tokens of prompts and of generated texts. routed: tokens routed, counted once
-    per MoE layer; assignments: their token-expert pairs.
+    """The totals of an engine: prompt tokens read, tokens written, routed tokens (counted once per MoE layer), and the
+    token-expert pairs of the routed tokens.
     """
 
     read: int = 0
@@ -255,12 +256,12 @@ class Counts:
 
 
 class Engine:
-    """Continuous batching: each request occupies a row of the batch from when it joins until it finishes.
+    """Generates texts with continuous batching: a request joins the batch when a row is free, and leaves it when done.
 
-    A request's result depends on that request alone, since a token is routed by its own scores; with strict=True, this
-    holds to the last bit. slots: rows of the batch. capacity: tokens per row, by default the context. The engine copies
-    the model's weights once and never changes the model. dial: the largest rate that a request may ask for; None if the
-    rate is fixed.
+    A request's result depends on that request alone, because each token is routed by its own scores. With strict=True,
+    this holds to the last bit. slots: the number of rows in the batch. capacity: the number of tokens per row, by
+    default the context length. dial: the largest rate that a request may ask for, or None if the rate is fixed. The
+    engine copies the model's weights once and never changes the model.
     """
 
     def __init__(
@@ -280,12 +281,12 @@ class Engine:
         return bool(self.waiting or self.running)
 
     def check(self, request: Request) -> None:
-        """Raise ValueError as `Request.check` and `GPT.check_rate` do."""
+        """Raise ValueError if the request is invalid or the model does not support its rate."""
         request.check(self.context)
         self._check_rate(request.rate)
 
     def add(self, request: Request) -> ActiveRequest:
-        """Queue a request for a row. Raises ValueError as `check` does."""
+        """Add a request to the queue for a free row. Raises ValueError if it is invalid."""
         self.check(request)
         room = self.decoder.capacity - len(request.prompt)
         writing = ActiveRequest(request, room, ending(self.tokenizer, request))
@@ -293,7 +294,7 @@ class Engine:
         return writing
 
     def cancel(self, writing: ActiveRequest) -> None:
-        """Drop a request and free its row."""
+        """Cancel a request and free its row."""
         writing.finished = True
         if writing in self.waiting:
             self.waiting.remove(writing)
@@ -302,9 +303,9 @@ class Engine:
                 self._finish(row)
 
     def step(self) -> list[ActiveRequest]:
-        """Admit waiting requests, prefill a piece of one prompt, and decode a token in every row past its prompt.
+        """Admit waiting requests, prefill part of one prompt, and decode a token in every row whose prompt was read.
 
-        Returns the requests that advanced.
+        Returns the requests that made progress.
         """
         for row in range(self.decoder.rows):
             if self.waiting and row not in self.running:
@@ -346,7 +347,7 @@ class Engine:
                 self._finish(row)
 
     def _make(self, writing: ActiveRequest, token: int) -> Step:
-        """Return the step of a chosen token, without its routing."""
+        """Return the step for a chosen token, still without its routing."""
         assert writing.next is not None
         request = writing.request
         writing.left -= 1
@@ -357,7 +358,7 @@ class Engine:
         return Step(token, text, writing.next.logprob(token), finish, None, writing.next.top(request.tops))
 
     def _read(self, row: int, writing: ActiveRequest) -> None:
-        """Prefill the next piece of a prompt."""
+        """Prefill the next part of a prompt."""
         request, start = writing.request, writing.read
         piece = request.prompt[start : start + decoder.PREFILL]
         decoded = self.decoder.read(row, piece, every=request.echo)
@@ -391,7 +392,7 @@ class Engine:
 
 
 def largest_rate(model: GPT) -> float | None:
-    """Return the largest rate the model can run at; None if it only has the rate it was trained for."""
+    """Return the largest rate that the model supports, or None if it can only run at the rate it was trained for."""
     try:
         model.check_rate(0)
     except ValueError:
@@ -427,13 +428,12 @@ def generate(
     record: bool = False,
     rate: float | None = None,
 ) -> Iterator[Step]:
-    """Continue a prompt: a text, which opens a document, or token ids, which are used as is.
+    """Continue a prompt, which is either a text that starts a document, or token ids that are used unchanged.
 
-    See `Request` for the options. The document ends where the model opens the next one; that step has a token but no
-    text. Prompt and continuation together never exceed the context. The model is not changed, and its weights are read
-    once, at the first step.
-    Raises ValueError if an option is out of range, if the prompt is empty or leaves no room, or if a logit is not
-    finite.
+    See `Request` for the options. The document ends when the model starts the next one, with a step that has a token
+    but no text. The prompt and the continuation together never exceed the context. The model is not changed, and its
+    weights are read once, at the first step. Raises ValueError if an option is out of range, if the prompt is empty or
+    leaves no room for a token, or if a logit is not finite.
     """
     ids = [tokenizer.bos, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
     if max_tokens < 1:

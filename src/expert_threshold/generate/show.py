@@ -1,4 +1,4 @@
-"""Generated text for the terminal: control characters escaped, routing shown in colour."""
+"""Prepares generated text for the terminal: escapes control characters, and shows the routing in colour."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from .engine import Step
 
 COLOURS = ("bright_black", "blue", "cyan", "green", "yellow", "bright_red", "bright_magenta")
-"""Colours for 0, 0.5, 1, … routed experts per layer, rounded; the last one covers everything above."""
+"""The colours for about 0, 0.5, 1, … routed experts per layer. The last one also covers everything above."""
 
 LEGEND = Text.assemble(
     "routed experts per layer: ",
@@ -21,14 +21,14 @@ LEGEND = Text.assemble(
 
 
 def printable(text: str) -> str:
-    """Return the text with every control character but newline and tab escaped, as \\x1b, so that none takes effect."""
+    """Return the text with control characters other than newline and tab replaced by escapes such as \\x1b."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)
 
 
 def render_routing(step: Step) -> Segment:
-    """Return the step's text, coloured by its token's mean fanout over the layers; the step must be recorded.
+    """Return the step's text, coloured by the mean fanout of its token over the layers.
 
-    A segment is printed as is; a `Text` would lose tabs and control characters.
+    The step must have been recorded. A segment is printed unchanged, whereas a `Text` would lose tabs.
     """
     assert step.routing is not None, "only steps of generate(..., record=True) have a routing"
     fanout = sum(len(layer.experts) for layer in step.routing) / max(len(step.routing), 1)

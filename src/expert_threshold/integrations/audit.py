@@ -17,7 +17,7 @@ from ..runs.folder import FORMAT
 def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dtype | str) -> tuple[nn.Module, Any]:
     """Return a model in evaluation mode and its tokenizer. name: a run folder, or a model's name for transformers.
 
-    Raises ValueError with a one-line message for anything else, missing weights, and unknown architectures.
+    Raises ValueError with a one-line message if there is no such model, or if it is incomplete or not supported.
     """
     path = Path(name)
     config = path / "config.json"
@@ -49,10 +49,10 @@ def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dty
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         raise ValueError(f"{name}: not a causal model that transformers can load: {reason}") from None
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{name}: lacks weights ({len(missing)}, such as {missing[0]}); name a whole checkpoint")
+        raise ValueError(f"{name}: {len(missing)} weights are missing, such as {missing[0]}; use a complete model")
     if len(tokenizer) > (rows := model.get_input_embeddings().num_embeddings):
         raise ValueError(
-            f"{name}: the tokenizer has {len(tokenizer)} tokens but the embedding {rows}; name a matching pair"
+            f"{name}: the tokenizer has {len(tokenizer)} tokens, but the model only {rows}; use a matching tokenizer"
         )
     tokenizer.model_max_length = 10**9  # documents are cut into windows here
     return model.to(device).eval(), tokenizer

@@ -48,7 +48,7 @@ If the package `expert-threshold` is installed, `import expert_threshold.integra
 
 
 def model_card(run: RunFolder, config: GPTConfig, step: int, name: str) -> str:
-    """Return Markdown about the model of `run` at `step`, exported to a folder called `name`."""
+    """Return a model card, in Markdown, for the model of `run` at `step` that is exported to a folder called `name`."""
     rule, sentence = config.rule, "A language model without routed experts."
     if rule is not None:
         sentence = (
@@ -60,7 +60,7 @@ def model_card(run: RunFolder, config: GPTConfig, step: int, name: str) -> str:
 
 
 def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
-    """Return the facts of the run, by label."""
+    """Return the rows of the table about the run, keyed by their labels."""
     counts = parameter_counts(config)
     rows = {
         "parameters": f"{counts['total']:,}",
@@ -98,6 +98,6 @@ def _core(core: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _validation(run: RunFolder, step: int) -> dict[str, Any]:
-    """Return the last validation during training at this step, empty if there is none."""
+    """Return the last validation that training recorded at this step, or an empty dict if there is none."""
     here = [line for line in run.metrics.read() if line["split"] == "validation" and line["step"] == step]
     return here[-1] if here else {}

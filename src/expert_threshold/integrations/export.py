@@ -39,7 +39,7 @@ FACTS = ("data", "optim", "train", "corpus", "versions")
 
 
 def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Path:
-    """Write a run's model at `step`, by default the last, with its tokenizer and a model card, to the folder `to`.
+    """Export a run's model at `step`, by default the last one, with its tokenizer and a model card to the folder `to`.
 
     The folder appears complete or not at all. Raises ValueError if the run cannot be read or `to` is not empty.
     """
@@ -66,10 +66,10 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
 
 
 def import_folder(path: str | Path, out: str | Path) -> RunFolder:
-    """Create a run folder from a folder that `export_run` wrote or that transformers saved, fine-tuned or not.
+    """Create a run folder from a model that `export_run` wrote, or that transformers saved after loading such a model.
 
-    The run's checkpoint contains only weights: the run can be used, or can initialize another, but cannot be resumed.
-    Raises ValueError if the folder is of another kind, incomplete, or holds another model's weights or tokenizer.
+    The run's checkpoint contains only weights, so the run can be used and can initialize others, but not be resumed.
+    Raises ValueError if the folder is of another kind or incomplete, or if its weights or tokenizer do not match.
     """
     path = Path(path)
     config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
@@ -77,7 +77,7 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
         raise ValueError(f"{path}: no config.json with model_type {MODEL_TYPE}; name a folder that et export wrote")
     _require_whole_model(path, config)
     if (softcap := config.get(SOFTCAP, GPTConfig.softcap)) != GPTConfig.softcap:
-        raise ValueError(f"{path / 'config.json'}: {SOFTCAP}={softcap} must be {GPTConfig.softcap}, as exported")
+        raise ValueError(f"{path / 'config.json'}: {SOFTCAP}={softcap} must be {GPTConfig.softcap}, as in the export")
     options = {f.name: config[f.name] for f in fields(GPTConfig) if f.name in config and f.name != "rule"}
     tokenizer, weights = read_tokenizer(path / "tokenizer.json"), _inside(_load(path))
     _require_own_vocabulary(path, tokenizer.vocab_size, options.get("vocab_size"))
@@ -88,7 +88,7 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
         raise ValueError(f"{path / 'config.json'}: {error}") from error
     with torch.device("meta"):
         model = GPT(gpt_config)
-    # Other programs save in other dtypes (weights in half precision, counters as floats) and pad vocabularies.
+    # Other programs may have changed dtypes (weights to half precision, counters to floats) or padded the vocabulary.
     for name, own in model.state_dict().items():
         if name in weights:
             rows = weights[name][: len(own)] if name == HEAD[0] or name.endswith("embed.weight") else weights[name]
@@ -113,7 +113,7 @@ def _told_facts(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], 
         run = config.get("run") or {}
         step = run.get("step", 0)
         if type(step) is not int or step < 0:
-            raise ValueError(f"its run's step is {step!r}")
+            raise ValueError(f"the step of its run is {step!r}")
         facts = {name: dict(run[name]) for name in FACTS if name in run}
         to_json(facts)  # refuses NaN
         return facts, step
@@ -124,11 +124,11 @@ def _require_whole_model(path: Path, config: Mapping[str, Any]) -> None:
     saved, quantised = (config.get("architectures") or [ARCHITECTURE])[0], config.get("quantization_config")
     if saved != ARCHITECTURE:
         raise ValueError(
-            f"{path}: was saved from {saved}, which has no language-model head; save an AutoModelForCausalLM"
+            f"{path}: was saved as {saved}, which has no language-model head; save an AutoModelForCausalLM instead"
         )
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ValueError(f"{path}: its weights are quantised ({method}); import the unquantised folder")
+        raise ValueError(f"{path}: the weights are quantised ({method}); import the unquantised model")
     if not (path / "tokenizer.json").is_file():
         raise ValueError(
             f"{path / 'tokenizer.json'}: the file is missing; save the model's tokenizer there with "
@@ -137,18 +137,18 @@ def _require_whole_model(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _require_own_vocabulary(path: Path, tokens: int, rows: Any) -> None:
-    """Raise ValueError unless the model's vocabulary is the run's `tokens`, possibly padded with unused rows."""
+    """Raise ValueError unless the model has the run's vocabulary of `tokens`, possibly padded with unused rows."""
     added = [token["content"] for token in read_json(path / "tokenizer.json")["added_tokens"] if token["id"] >= tokens]
     if not isinstance(rows, int) or rows < tokens or (added and rows > tokens):
-        what = f"added {', '.join(map(repr, added[:3]))}" if added else "of another size"
+        what = f"the added tokens {', '.join(map(repr, added[:3]))}" if added else "a vocabulary of another size"
         raise ValueError(
-            f"{path}: the model's vocabulary has {rows} tokens, its run's {tokens}; tokens {what} cannot be imported; "
-            f"to import the model without them, save it after resize_token_embeddings({tokens})"
+            f"{path}: the model has {rows} tokens, but its run has {tokens}, and {what} cannot be imported; "
+            f"save the model after resize_token_embeddings({tokens}) to import it"
         )
 
 
 def _outside(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return our model's tensors under their names in an export, where the experts' gate and up are one tensor."""
+    """Rename our model's tensors as in an export, where the gate and up projections of experts are one tensor."""
     found = {HEAD[1] if name == HEAD[0] else PREFIX + name: tensor for name, tensor in weights.items()}
     for experts in [name.removesuffix("up") for name in found if name.endswith("experts.up")]:
         gate, up = found.pop(f"{experts}gate", None), found.pop(f"{experts}up")
@@ -183,20 +183,20 @@ def _load(path: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name in sorted(files):
         if Path(name).name != name:
-            raise ValueError(f"{index}: lists {name!r}, which is not a file of this folder")
+            raise ValueError(f"{index}: lists {name!r}, which is not a file in this folder")
         if not (path / name).is_file():
             raise ValueError(f"{path / name}: the file is missing; export or save the model again")
         try:
             weights |= load_file(path / name)
         except SafetensorError as error:
-            raise ValueError(f"{path / name}: damaged ({error}); export or save the model again") from None
+            raise ValueError(f"{path / name}: the file is damaged ({error}); export or save the model again") from None
     if odd := [name for name, tensor in weights.items() if tensor.is_complex()]:
-        raise ValueError(f"{path}: {odd[0]} is complex, but weights are real; export or save the model again")
+        raise ValueError(f"{path}: {odd[0]} is complex, but weights must be real; export or save the model again")
     return weights
 
 
 def _facts(run: RunFolder, step: int) -> dict[str, Any]:
-    """Return the facts to export about a run. Paths of its text are cut to a name, since exports are shared."""
+    """Return the facts about a run to export. The path of its text is reduced to a name, since exports are shared."""
     config = run.config
     facts = {"step": step} | {name: config[name] for name in FACTS if name in config}
     with corrupted_file_error(run.path / "config.json", "restore it from a copy, or train again"):
@@ -208,12 +208,12 @@ def _facts(run: RunFolder, step: int) -> dict[str, Any]:
 
 
 def _ids(bos: int) -> dict[str, int]:
-    """Return the special tokens. A document ends where the next one starts; padding is masked, so any token will do."""
+    """Return the ids of the special tokens. BOS ends documents too; it also pads texts, which is harmless if masked."""
     return {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
 
 
 def _cache(config: GPTConfig) -> dict[str, bool]:
-    """Return an option that disables the cache if the rule needs earlier tokens' scores, which no cache holds."""
+    """Return the option that disables the cache if the rule needs scores of earlier tokens, which are not cached."""
     by_token = config.rule is None or config.rule.scope(training=False) == "token"
     return {} if by_token else {"use_cache": False}
 

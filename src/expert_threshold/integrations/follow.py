@@ -20,13 +20,13 @@ def follow(
     group: dist.ProcessGroup | None = None,
     loss_scale: float | None = None,
 ) -> Follower:
-    """Make `model` route as in pre-training while it is trained, and each `optimizer.step()` update its rules.
+    """Make `model` route as in pre-training while it is trained, and update its rules in each `optimizer.step()`.
 
-    Without this, cutoffs and biases stay as trained, and rules add no losses. model: as loaded by
-    `AutoModelForCausalLM`, with or without `trust_remote_code`. With `Trainer`, use
-    `Trainer(..., optimizers=(optimizer, None))` and loss_scale=1 / gradient_accumulation_steps. group and loss_scale
-    are those of `expert_threshold.moe.follow`. Padding would shift the cutoffs, so an attention_mask with zeros raises
-    ValueError in training; pack texts instead. Raises ValueError if the model has no Mixture-of-Experts layer.
+    Without this, cutoffs and biases never change, and rules add no losses. The model may have been loaded by
+    `AutoModelForCausalLM` with or without `trust_remote_code`. With `Trainer`, use
+    `Trainer(..., optimizers=(optimizer, None))` and loss_scale=1 / gradient_accumulation_steps. See
+    `expert_threshold.moe.follow` for `group` and `loss_scale`. Raises ValueError if the model has no Mixture-of-Experts
+    layer, and in training if the attention_mask contains padding, which would bias the cutoffs.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -40,7 +40,7 @@ def follow(
 
 
 def _make_trainable(frozen: nn.Module, config: Any) -> None:
-    """Turn an exported model's router into our `Router`, which returns the whole routing, and keep weight and buffers.
+    """Turn an exported model's router into our `Router`, which has the same weight but returns the whole routing.
 
     The module is changed in place, since FSDP2 gathers weights only for the modules that it was given.
     """
@@ -57,4 +57,4 @@ def _make_trainable(frozen: nn.Module, config: Any) -> None:
 def _refuse_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if model.training and mask is not None and not mask.all():
-        raise ValueError("attention_mask has padding, which would shift the cutoffs; pack texts, or do not follow")
+        raise ValueError("attention_mask contains padding, which would bias the cutoffs; pack texts or remove follow()")

@@ -11,7 +11,7 @@ PREFIX = "hub:"
 FILES = ["*.json", "*.safetensors"]
 """The files that `import_folder` reads, none of which is code."""
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
-"""Files to delete, because those of an earlier push could be read in place of the new ones."""
+"""Files of earlier pushes to delete, because they could be read instead of the new ones."""
 
 
 def push(folder: Path, repository: str) -> str:
@@ -26,7 +26,7 @@ def push(folder: Path, repository: str) -> str:
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder with this name, downloaded first if the name is hub:OWNER/NAME."""
+    """Return the folder with this name. If the name is hub:OWNER/NAME, the folder is downloaded first."""
     if not name.startswith(PREFIX):
         return Path(name)
     repository = name.removeprefix(PREFIX)
@@ -35,7 +35,7 @@ def model_folder(name: str) -> Path:
 
 
 def run_folder(name: str) -> str:
-    """Return the run folder with this name. hub:OWNER/NAME is first imported into the cache, once per revision."""
+    """Return the run folder with this name. If it is hub:OWNER/NAME, each revision is imported into the cache once."""
     if not name.startswith(PREFIX):
         return name
     snapshot = model_folder(name)  # named after the commit

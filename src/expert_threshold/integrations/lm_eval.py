@@ -1,4 +1,4 @@
-"""Makes a run a model for lm-evaluation-harness (extra `eval`).
+"""Lets lm-evaluation-harness evaluate runs (extra `eval`).
 
 `et evaluate RUN --harness TASK` evaluates tasks; the harness's own command line offers everything else:
 
@@ -66,7 +66,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability, in nats, and True if greedy decoding generates it."""
+        """Return each continuation's log-probability in nats, and whether greedy decoding would generate it."""
         continuations = [Continuation(given + ending, len(given)) for _, given, ending in requests]
         found = [(-nats, misses == 0) for nats, _, misses in self._score(continuations, "loglikelihood", misses=True)]
         for request, answer in zip(requests, found, strict=True):
@@ -74,7 +74,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], **_: Any) -> list[float]:
-        """Return the log-probabilities of whole texts, in nats, computed in windows of the context length."""
+        """Return the log-probabilities of whole texts in nats, computed in windows of the context length."""
         windows: list[Continuation] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -91,7 +91,7 @@ class HarnessModel(TemplateLM):
         return sums
 
     def _score(self, continuations: Sequence[Continuation], what: str, *, misses: bool) -> list[Any]:
-        """Return the scores. Continuations of the same beginning, such as a question's choices, are scored together."""
+        """Score continuations. Those of the same context, such as the choices of a question, are scored together."""
         length = self.model.config.context + 1  # the last token is predicted, not read
         lost = sum(len(c.tokens) - c.start > length - 1 for c in continuations)
         if lost:
@@ -166,7 +166,7 @@ def read_request(options: Mapping[str, Any], context: int) -> Request:
 class RunModel(HarnessModel):
     """The model of a run folder, for the harness's own command line.
 
-    step: the checkpoint, by default the last. batch_size: full-length texts in a batch, or "auto", "auto:4", ….
+    step: the step of the checkpoint, by default the last. batch_size: full-length texts in a batch, "auto", "auto:4", …
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class RunModel(HarnessModel):
 
 
 class Harness:
-    """Tasks and groups of the harness, selected by name. folder: contains tasks in addition to the harness's own.
+    """Tasks and groups of the harness, selected by name. folder: a folder with additional tasks.
 
     Raises ValueError for an unknown name.
     """
@@ -212,7 +212,7 @@ class Harness:
     def ask(
         self, model: GPT, tokenizer: Tokenizer, progress: Progress, max_per_task: int | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each name with its results by task and metric, as soon as they are known.
+        """Yield each name with its results, keyed by task and metric, as soon as they are available.
 
         Raises ValueError if the questions cannot be loaded.
         """
@@ -236,7 +236,7 @@ class Harness:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Return each metric's value and its standard error or None. A name may end with a comma and a filter."""
+    """Return the value and the standard error (or None) of each metric. Names may end with a comma and a filter."""
     found = {}
     for name, value in metrics.items():
         metric, comma, answers = name.partition(",")

@@ -1,6 +1,6 @@
-"""Turns a top-k checkpoint, either our run or a transformers mixture, into a model of variable fanout.
+"""Converts a top-k checkpoint, which is a run or a mixture from transformers, into a model with variable fanout.
 
-Cutoffs come from the scores of a text. Then the checkpoint may be distilled into its retrofitted copy.
+The cutoffs are computed from the scores of a text. The checkpoint can then be distilled into its converted copy.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ..runs.folder import derive
 from .audit import load_any
 
 Cutoffs = Literal["loads", "scores", "norms"]
-"""loads: each expert's k-th largest score. scores: one cutoff for all experts, on score + bias. norms: one cutoff for
-all experts, on gate × mean norm of the expert's output."""
+"""How cutoffs are set. loads: each expert's cutoff is its k-th largest score. scores: all experts have the same cutoff
+for score + bias. norms: all experts have the same cutoff for gate × mean norm of the expert's output."""
 LOGITS_AT_ONCE, LONGEST = 2**25, 1024  # logits per batch; tokens per window of a transformers mixture
 MEMORY, SAVE_EVERY = 0.95, 100  # while distilling: decay of the cutoffs' mean, steps between checkpoints
 
@@ -60,7 +60,7 @@ class Checkpoint:
         return other.eval()
 
     def nats(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the targets' losses."""
+        """Return the sum of the losses of all targets, in nats."""
         nats: Tensor = model(tokens, targets).token_losses.sum()
         return nats
 
@@ -134,9 +134,9 @@ def routers(model: nn.Module) -> dict[str, Router]:
 
 @contextmanager
 def at_top(model: nn.Module, rule: TokenChoice, k: int) -> Iterator[None]:
-    """Make a top-k model use another k within the context."""
+    """Make a top-k model use another k inside a `with` block."""
     other = copy.copy(rule)
-    object.__setattr__(other, "experts_per_token", k)  # the constructor refuses normalised gates of one expert
+    object.__setattr__(other, "experts_per_token", k)  # the constructor rejects normalised gates of a single expert
     try:
         for router in routers(model).values():
             router.rule = other
@@ -164,7 +164,7 @@ def recorded(model: nn.Module) -> Iterator[list[tuple[Tensor, Routing]]]:
 
 @torch.no_grad()
 def document_sums(source: Checkpoint, model: Any, ids: npt.NDArray[Any]) -> tuple[float, float]:
-    """Return a document's nats and routed experts, as in `evaluation.by_document.Sums`, by windows of the context."""
+    """Return the nats and routed experts of a document, as in `evaluation.by_document.Sums`, evaluated in windows."""
     device, sums = next(model.parameters()).device, torch.zeros(2, dtype=torch.float64)
     rows = list(windows(Tokens(ids, np.array([0, len(ids)]), 0), source.context))
     at_once = max(LOGITS_AT_ONCE // (source.context * source.vocab_size), 1)
@@ -179,7 +179,7 @@ def document_sums(source: Checkpoint, model: Any, ids: npt.NDArray[Any]) -> tupl
 
 
 class Sample(NamedTuple):
-    """Measurements of a model on a text, per layer: scores (tokens, experts), and mean output norms (experts,)."""
+    """The scores (tokens, experts) and the mean output norms (experts,) of each layer of a model on a text."""
 
     scores: list[Tensor]
     norms: list[Tensor]
@@ -187,7 +187,7 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def sample(model: nn.Module, batches: Iterable[Batch], progress: Callable[[int], None]) -> Sample:
-    """Run the batches through the model. Norms are means over the tokens that inference sends to each expert."""
+    """Run the batches through the model. Norms are averaged over the tokens that inference sends to each expert."""
     layers = [(model.get_submodule(name.rpartition(".")[0]), router) for name, router in routers(model).items()]
     experts, device = layers[0][1].rule.num_experts, layers[0][1].weight.device
     scores: list[list[Tensor]] = [[] for _ in layers]
@@ -208,7 +208,7 @@ def sample(model: nn.Module, batches: Iterable[Batch], progress: Callable[[int],
 
 
 def _output(mixture: Any, x: Tensor, expert: int) -> Tensor:
-    """Return one expert's outputs for x (tokens, d_model), without gates."""
+    """Return one expert's outputs for x (tokens, d_model), before they are multiplied by gates."""
     ids = torch.full((len(x), 1), expert, device=x.device)
     if not isinstance(mixture, MoE):
         y: Tensor = mixture.experts(x, ids, torch.ones_like(ids, dtype=x.dtype))
@@ -218,7 +218,7 @@ def _output(mixture: Any, x: Tensor, expert: int) -> Tensor:
 
 
 class Calibrator(NamedTuple):
-    """Sets cutoffs. shift: for each layer, the numbers added to the experts' values before comparing them."""
+    """Sets cutoffs. shift: for each layer, what is added to the values of its experts before they are compared."""
 
     cutoffs: Cutoffs
     num_experts: int
@@ -233,11 +233,11 @@ class Calibrator(NamedTuple):
         shift = [router.state.bias.cpu() for router in routers(source.model).values()]
         sigmoid = source.rule.over == "gates" and source.rule.gate.startswith("sigmoid")
         if source.rule.over == "gates" and not sigmoid and any(bias.any() for bias in shift):
-            raise ValueError("with biases on softmax gates, scores are not comparable; use --cutoffs loads or norms")
+            raise ValueError("scores with biases on softmax gates are not comparable; use --cutoffs loads or norms")
         return cls(cutoffs, source.rule.num_experts, sigmoid, shift)
 
     def sketch(self, layer: int, scores: Tensor) -> Tensor:
-        """Return cutoffs (levels, experts), as in `routing.cutoffs.sketch`, from all scores (tokens, num_scores)."""
+        """Return cutoffs (levels, experts) for scores (tokens, num_scores), in the form of `routing.cutoffs.sketch`."""
         scores = scores[:, : self.num_experts]  # null scores follow
         if self.cutoffs == "loads":
             return _at_levels(scores)
@@ -247,11 +247,11 @@ class Calibrator(NamedTuple):
         found = _at_levels((values + self.shift[layer]).flatten()[:, None]) - self.shift[layer]
         if self.sigmoid:
             found = (found.exp() if logarithms else found).clamp(1e-6, 1 - 1e-6).logit()
-        return found.minimum(scores.amax(0) + 1)  # if no gate is large enough
+        return found.minimum(scores.amax(0) + 1)  # above all scores if no gate is large enough
 
     @torch.no_grad()
     def set(self, model: nn.Module, scores: Iterable[Tensor], memory: float = 0.0) -> None:
-        """Update the cutoffs and sketches of all routers as a running mean with decay `memory`; 0 replaces them."""
+        """Update the cutoffs and sketches of all routers, as running means with decay `memory`. 0 replaces them."""
         for layer, (router, of_layer) in enumerate(zip(routers(model).values(), scores, strict=True)):
             old, one = router.state, torch.ones_like(router.state.weight)
             sketch = self.sketch(layer, of_layer.cpu()).to(old.sketch)
@@ -262,7 +262,7 @@ class Calibrator(NamedTuple):
 
 
 def _at_levels(values: Tensor) -> Tensor:
-    """Return, for each level and column, the value that a level's fraction of the rows exceeds."""
+    """For each level and column, return the value that is exceeded by the level's fraction of the rows."""
     place = torch.linspace(LAST, -LAST, LEVELS).sigmoid() * (len(values) + 1) - 1
     return values.sort(0).values[place.clamp(0, len(values) - 1).round().long()]
 
@@ -280,10 +280,10 @@ def distill(
     progress: Callable[[int, int], None],
     stop: Callable[[], bool],
 ) -> None:
-    """Train the student to match the teacher's predictions, by KL divergence, always routing as at inference.
+    """Train the student to match the teacher's predictions (KL divergence), while it routes as at inference.
 
-    lr: AdamW's initial learning rate, which falls linearly to 0. Cutoffs follow the scores. Continues from the last
-    checkpoint in `folder`, and saves there. Raises KeyboardInterrupt, after saving, once `stop` returns True.
+    AdamW's learning rate falls linearly from `lr` to 0, and the cutoffs follow the scores. Training continues from the
+    last checkpoint in `folder`, where it also saves. Once `stop` returns True, it saves and raises KeyboardInterrupt.
     """
     student.requires_grad_(not routers_only)
     for router in routers(student).values():

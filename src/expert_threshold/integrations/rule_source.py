@@ -19,9 +19,9 @@ PACKAGE = re.compile(r"^\s*(?:from|import) expert_threshold\b.*$", re.MULTILINE)
 
 
 def rule_files(rule: Rule | None) -> dict[str, str]:
-    """Return the texts of all files that the rule's class needs, by name. A dense model gets a file with RULE = None.
+    """Return the contents of the files that the rule's class needs, keyed by file name. Dense models have RULE = None.
 
-    A rule from another package must be a single file that imports nothing from this one except
+    A rule from another package must be a single file that imports nothing from this package except
     `expert_threshold.routing`. Raises ValueError if it is not, or if its source cannot be found.
     """
     if rule is None:
@@ -62,7 +62,7 @@ def _require_alone(path: Path, text: str) -> None:
 
 
 def _add(files: dict[str, str], module: str, text: str) -> None:
-    """Add a module and the modules that it imports: from `routing`, and `option.py` from the parent folder."""
+    """Add a module and the modules that it imports, which are in `routing` or, as `option.py`, in its parent folder."""
     if (file := f"{_flat(module)}.py") in files:
         return
     text = text.replace("from ..option import", "from .option import")

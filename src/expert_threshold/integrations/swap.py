@@ -1,4 +1,4 @@
-"""Puts our rules into the mixtures of transformers: routers are replaced, experts and weights stay."""
+"""Puts our rules into mixtures from transformers by replacing their routers. Experts and weights stay the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .transformers import chosen
 Model = TypeVar("Model", bound=nn.Module)
 
 SAVED = "routing_rule"
-"""The entry of a model's configuration that holds the rule put into the model."""
+"""The entry of a model's configuration that stores the rule that was swapped in."""
 
 
 def _of_softmax(router: Any) -> TokenChoice:
@@ -53,18 +53,18 @@ ROUTERS = {
 
 
 class Inputs(NamedTuple):
-    """A model's input shape (batch, time), which is flattened for its routers, and the mask if there is padding."""
+    """The shape (batch, time) of a model's input, which its routers see flattened, and the mask if there is padding."""
 
     rows: tuple[int, int]
     mask: Tensor | None
 
 
 class SwappedRouter(Router):
-    """Our router in place of one from transformers, with the same weights under the same names.
+    """Our router, which replaces one from transformers and has the same weights under the same names.
 
     A call returns what the other router returns: scores (tokens, num_scores), and weights and ids of experts
-    (tokens, K). K is the largest fanout of any token; a token with fewer experts is padded with others of weight 0.
-    Hooks see the whole routing, which `follow` needs.
+    (tokens, K). K is the largest fanout of any token, and tokens with fewer experts are padded with others of weight 0.
+    Hooks receive the whole routing, which `follow` needs.
     """
 
     bias: Tensor | None
@@ -95,7 +95,7 @@ class SwappedRouter(Router):
         return scores, weights.to(hidden.dtype), ids
 
     def note(self, inputs: Inputs, checkpointed: bool) -> None:
-        """Note the inputs of a forward pass, and whether a pass that may yet be recomputed had different ones."""
+        """Store the inputs of a forward pass, and whether they differ from a pass that may yet be recomputed."""
         if self.recomputed or not self.waits:
             self.waits, self.mixed = checkpointed and self.training and torch.is_grad_enabled(), False
         elif self.inputs is not None:
@@ -108,8 +108,8 @@ class SwappedRouter(Router):
             self.recomputed = True
             if self.mixed:
                 raise ValueError(
-                    "activation checkpointing recomputes a forward after another with a different shape or padding; "
-                    "call backward after each forward, or switch checkpointing off"
+                    "activation checkpointing would recompute a forward pass after one with another shape or padding; "
+                    "call backward after each forward pass, or switch checkpointing off"
                 )
         if self.inputs is None or self.inputs.rows[0] * self.inputs.rows[1] != tokens:
             return Inputs((1, tokens), None)  # the block was called on its own
@@ -117,7 +117,7 @@ class SwappedRouter(Router):
 
 
 def routers(model: nn.Module) -> dict[str, Any]:
-    """Return the routers of a mixture by name. Raises ValueError if it has no router that can be swapped."""
+    """Return the routers of a mixture, keyed by name. Raises ValueError if it has no router that can be swapped."""
     found = {n: m for n, m in model.named_modules() if type(m).__name__ in ROUTERS or isinstance(m, SwappedRouter)}
     if not found:
         known = ", ".join(sorted(name.partition("TopK")[0].partition("Topk")[0] for name in ROUTERS))
@@ -132,13 +132,13 @@ def own_rule(model: nn.Module) -> Rule:
 
 
 def swap_rule(model: Model, rule: Rule | None = None) -> Model:
-    """Make a transformers mixture route by `rule`, in place, and return it. Experts and all weights stay.
+    """Make a transformers mixture route by `rule`, in place, and return it. All its weights stay the same.
 
-    rule: None uses the rule that was saved in the model's configuration, and reads its state from the folder or the
-    cached repository that the model was loaded from. If the model already has this rule, nothing changes. Otherwise the
-    state is new, except for the biases of a loss-free checkpoint. Swap before `fully_shard`, `compile` and
-    `follow(model, optimizer)`, which then trains the rule. Tokens whose attention_mask is 0 are ignored.
-    Raises ValueError if the model or the rule does not fit.
+    If `rule` is None, the rule saved in the model's configuration is used, and its state is read from the folder or the
+    cached repository that the model was loaded from. If the model already has the rule, nothing changes. Otherwise the
+    state is new, except for the biases of a loss-free checkpoint. Swap before calling `fully_shard`, `compile`, or
+    `follow(model, optimizer)`, which trains the rule. Tokens whose attention_mask is 0 are ignored.
+    Raises ValueError if the model or the rule is not suitable.
     """
     found = routers(model)
     config: Any = getattr(model, "config", None)
@@ -175,22 +175,22 @@ def _require_fits(rule: object, found: Iterable[Any]) -> None:
         if isinstance(old.weight, DTensor):
             raise ValueError("the model is already sharded; call swap_rule before fully_shard")
         if len(old.weight) != rule.num_experts:
-            raise ValueError(f"rule has num_experts={rule.num_experts}; the model has {len(old.weight)}")
+            raise ValueError(f"the rule has num_experts={rule.num_experts}, but the model has {len(old.weight)}")
     if rule.num_scores != rule.num_experts:
-        raise ValueError(f"{type(rule).__name__} has more scores than one per expert, which the checkpoint lacks")
+        raise ValueError(f"{type(rule).__name__} needs more scores than one per expert, which the checkpoint lacks")
     if rule.scope(training=False) != "token":
-        raise ValueError(f"{type(rule).__name__} looks at whole sequences, which no transformers cache keeps")
+        raise ValueError(f"{type(rule).__name__} looks at whole sequences, which caches in transformers do not keep")
 
 
 def _note_inputs(base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Give the routers, which see a flat list of tokens, the input's shape and padding mask."""
+    """Pass the input's shape and padding mask to the routers, which only see a flat list of tokens."""
     tokens = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs["inputs_embeds"] if tokens is None else tokens
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     rows: tuple[int, int] = (tokens.shape[0], tokens.shape[1])
     padded = isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all()
     inputs = Inputs(rows, mask[:, -rows[1] :].bool() if padded else None)
-    # transformers renamed this property, and reading the old name warns.
+    # transformers has renamed this property, and reading it under the old name raises a warning.
     name = "is_activation_checkpointing"
     checkpointed = getattr(base, name if hasattr(type(base), name) else "is_gradient_checkpointing")
     for module in base.modules():
@@ -217,6 +217,6 @@ def _saved_states(model: Any, layers: int) -> list[dict[str, Tensor]]:
                     states[tuple(map(int, re.findall(r"\d+", name)))][field] = tensors.get_tensor(key)
     if len(states) != layers:
         raise ValueError(
-            f"{folder} has states of {len(states)} routers, not {layers}; pass a rule to start with a new state"
+            f"{folder} has states for {len(states)} routers, not {layers}; pass a rule to start with a new state"
         )
     return [state for _, state in sorted(states.items())]

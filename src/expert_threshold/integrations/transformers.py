@@ -4,8 +4,8 @@ Importing this file registers the type `expert_threshold` with transformers' Aut
 transformers and the routing rule: `et export` copies it and the rule next to the weights, so that the folder loads
 even where the package is not installed (`trust_remote_code=True`).
 
-Cutoffs stay as trained, even in fine-tuning: a token is routed by its own scores alone, so padding and batches make no
-difference. `expert_threshold.integrations.follow` updates the cutoffs together with the weights.
+A token is routed by its own scores alone, so padding and other texts in the batch make no difference. Cutoffs do not
+change, even in fine-tuning, unless `expert_threshold.integrations.follow` updates them together with the weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RULE_FILE = "exported_rule"
 
 
 def make_rule(options: dict[str, Any]) -> Any:
-    """Return the rule of `{"name": …, option: value, …}`, from the exported file if there is one, else our package."""
+    """Return the rule with these options. Its class is in the exported file if there is one, else in our package."""
     try:
         from .exported_rule import RULE  # type: ignore[import-not-found]
     except ModuleNotFoundError as error:
@@ -66,8 +66,8 @@ class ExpertThresholdConfig(PreTrainedConfig):
 
     run: facts about the training run for `et import`; they do not affect the model.
 
-    No field may be named like a number of experts (num_experts, num_local_experts, …), or vLLM replaces `experts` by
-    experts with SiLU.
+    No field may have a name such as num_experts or num_local_experts, since vLLM would then replace `experts` with its
+    own, which use SiLU.
     """
 
     model_type = "expert_threshold"
@@ -155,7 +155,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Return what each layer caches: all keys or its window's, and in the first layer also the state for smear."""
+        """Return the type of cache of each layer. It holds all keys or a window, and first also the state of smear."""
         kinds = ["full_attention" if self.window(i) is None else "sliding_attention" for i in range(self.layers)]
         if self.smear:
             kinds[0] = "hybrid" if self.window(0) is None else "hybrid_sliding"
@@ -278,7 +278,7 @@ class FeedForward(nn.Module):
 
 
 class Router(nn.Module):
-    """Computes scores in float32 and routes them by the rule as at inference.
+    """Computes scores in float32 and routes tokens by the rule as at inference.
 
     The dtypes of weight and state are fixed: transformers keeps them when it loads the model in another dtype.
     The state is saved with the weights, keeps its dtypes under any cast, and is never updated here.
@@ -294,7 +294,7 @@ class Router(nn.Module):
             self.register_buffer(name, value)
 
     def first_state(self) -> dict[str, Tensor]:
-        """Return the buffers before training."""
+        """Return the rule's state before training, as buffers."""
         first = self.rule.init()._asdict()
         return {f"state_{name}": v.float() if v.is_floating_point() else v for name, v in first.items()}
 
@@ -368,10 +368,10 @@ class StackedExperts(nn.Module):
 
 
 class Experts(StackedExperts):
-    """Gives an implementation only the token–expert pairs with nonzero weight, each as a token with one expert.
+    """Passes only the token–expert pairs with nonzero weight to an implementation, each as a token with one expert.
 
-    No time is then spent on experts that a token does not use. A traced graph cannot have a data-dependent number of
-    pairs, so there implementations get all K.
+    This way, no time is spent on experts that a token does not use. A traced graph cannot have a data-dependent number
+    of pairs, so all K are passed there.
     """
 
     def __init__(self, config: ExpertThresholdConfig) -> None:
@@ -429,7 +429,7 @@ class Block(GradientCheckpointingLayer):
 
 
 def _sources(rule: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of this file and of the rule's files, by their names in an exported folder."""
+    """Return the contents of this file and of the rule's files, keyed by their names in an exported folder."""
     here = Path(__file__)
     if (here.parent / f"{RULE_FILE}.py").is_file() or __package__ != "expert_threshold.integrations":
         files = (path for path in here.parent.glob("*.py") if path.name != "__init__.py")
@@ -446,7 +446,7 @@ STARTS = {
     "backout_scalar": (0.2, 0.2),
     "smear_scalar": (0.0, 0.0),
 }
-"""The first and last values of each parameter before training; the values between are linear."""
+"""The initial values of these parameters, which go linearly from the first number to the second."""
 
 
 class ExpertThresholdPreTrainedModel(PreTrainedModel):
@@ -539,7 +539,7 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
 
 
 class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
-    """The model without a head."""
+    """The model without its language-model head."""
 
     def __init__(self, config: ExpertThresholdConfig) -> None:
         super().__init__(config)
@@ -562,8 +562,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         self.post_init()
 
     def _refuse_flat_batches(self, **kwargs: Any) -> None:
-        """Raise ValueError if requests share a row and a cache of keys only, but tokens need more of the token before.
-        In vLLM and in transformers' continuous batching, that token could silently be another request's.
+        """Raise ValueError if requests share a row and cache only keys and values, but the model needs more than those.
+        In vLLM and in transformers' continuous batching, it could silently read the tokens of another request.
         """
         own = self.config._attn_implementation in (None, *ALL_MASK_ATTENTION_FUNCTIONS._global_mapping)
         flags = {"smear": "--no-model.smear", "key_offset": "--model.key-offset none"}
@@ -631,8 +631,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=norm(x), past_key_values=past_key_values)
 
     def _require_whole_sequences(self, mask: Any, position_ids: Tensor | None, cache: Cache | None) -> None:
-        """Raise ValueError unless every row is one whole sequence: no cache holds earlier tokens' scores, and scores of
-        padding or of another sequence would count.
+        """Raise ValueError unless every row is a single whole sequence. Caches do not store the scores of earlier
+        tokens, and the scores of padding or of another sequence would be counted.
         """
         padded = isinstance(mask, Tensor) and not mask.all()
         packed = position_ids is not None and bool((position_ids.diff() != 1).any())
@@ -697,7 +697,7 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return float32 logits and, given labels, the loss. labels: (batch, time), often the input, -100 to ignore."""
+        """Return float32 logits and, if there are labels (batch, time), the loss. The label -100 is ignored."""
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -1,1 +1,1 @@
-"""Serves a trained model over HTTP: OpenAI's completions API, and a page that shows how tokens are routed."""
+"""Serves a trained model over HTTP, with OpenAI's completions API and a page that shows how tokens are routed."""

@@ -1,10 +1,10 @@
-"""Requests, responses and errors of /v1/completions, in OpenAI's format.
+"""The requests, responses and errors of /v1/completions, in OpenAI's format.
 
-Unknown fields are rejected, as OpenAI rejects them. OpenAI's fields that this server does not support (`best_of`,
-`logit_bias`, `presence_penalty`, …) are rejected unless they hold their neutral value. null selects the default. Two
-fields are our own: `top_k`, and `rate`, the number of routed experts per token for this request.
+As in OpenAI's API, unknown fields are rejected, and null selects a field's default. Fields of OpenAI's that this server
+does not support (`best_of`, `logit_bias`, `presence_penalty`, …) are rejected unless they have their neutral value. Two
+fields are additions: `top_k`, and `rate`, the number of routed experts per token for this request.
 
-pydantic checks types and ranges, and describes them in /openapi.json; it comes with the extra `serve`.
+Types and ranges are checked by pydantic, which the extra `serve` installs, and are described in /openapi.json.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..generate.engine import Request, Step, TextStream, ending
 from .worker import ApiError, Limits
 
 MAX_TOKENS = 16
-"""The default of max_tokens, as in OpenAI's API, unless the server's limit is lower."""
+"""The default of max_tokens, which is the same as in OpenAI's API, unless the server's limit is lower."""
 
 SEEDS = 2**63
 
 
 def invalid(name: str, value: object, must: str, *, code: str | None = None) -> ApiError:
-    """Return a 400 error for a field, with its name, its value and the requirement."""
+    """Return a 400 error that names a field, its value, and the requirement that the value does not meet."""
     return ApiError(400, f"{name}={shown(value)} {must}", param=name, code=code)
 
 
@@ -43,7 +43,7 @@ def shown(value: object) -> str:
 
 
 Fields = dict[str, tuple[Any, Any]]
-"""The type and the default of each field of a request, by name, for pydantic."""
+"""The type and default of each field of a request, keyed by name, in the form that pydantic expects."""
 
 
 ZERO = (float | None, Field(None, ge=0, le=0))
@@ -58,7 +58,7 @@ NEUTRAL: Fields = {
     "suffix": (str | None, Field(None, max_length=0)),
     "ignore_eos": OFF,
 }
-"""Unsupported fields of OpenAI and vLLM, which are accepted only with values that have no effect."""
+"""Fields of OpenAI and vLLM that are not supported, and are accepted only with values that have no effect."""
 STREAM_OPTIONS: Fields = {
     "include_usage": (bool | None, None),
     "include_obfuscation": OFF,
@@ -70,11 +70,11 @@ MUST = dict.fromkeys((*NEUTRAL, *(f"stream_options.{name}" for name in STREAM_OP
     "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "must be a string or a list of strings",
 }
-"""Error texts for fields for which pydantic would name only a neutral value, or only one of several types."""
+"""Error messages for fields where pydantic would mention only the neutral value, or only one of several types."""
 
 
 def sampling_fields(limits: Limits, context: int, dial: float | None) -> Fields:
-    """Return the request fields for sampling a text. dial: the largest rate; None if the rate is fixed."""
+    """Return the request fields that control sampling. dial: the largest rate, or None if the rate is fixed."""
     most = min(limits.output_tokens or context, context)
     return {
         "max_tokens": (int | None, Field(min(MAX_TOKENS, most), ge=0, le=most)),
@@ -86,7 +86,7 @@ def sampling_fields(limits: Limits, context: int, dial: float | None) -> Fields:
 
 
 def request_model(name: str, fields: Fields) -> type[BaseModel]:
-    """Return the pydantic model of a request, which rejects other fields and converts no types."""
+    """Return the pydantic model of a request. It rejects unknown fields and does not convert types."""
     return create_model(name, __config__=ConfigDict(strict=True, extra="forbid"), **cast(Any, fields))
 
 
@@ -114,7 +114,7 @@ def completion_model(name: str, limits: Limits, context: int, dial: float | None
 
 
 def validated(model: type[BaseModel], fields: Mapping[str, Any]) -> Any:
-    """Return the validated request, with defaults in place of null. Raises ApiError 400 naming the invalid field."""
+    """Validate a request, and replace null with defaults. Raises ApiError (400) if a field is invalid."""
     defaults = [name for name, field in model.model_fields.items() if not field.is_required()]
     try:
         return model.model_validate({k: v for k, v in fields.items() if v is not None or k not in defaults})
@@ -135,7 +135,7 @@ def validated(model: type[BaseModel], fields: Mapping[str, Any]) -> Any:
 
 
 class Completion(NamedTuple):
-    """A validated request. prompts: token ids. opened: True if the prompts were texts; each then starts with BOS."""
+    """A validated request. Its prompts are token ids. `opened` is True if they were texts, which start with BOS."""
 
     model: str
     prompts: tuple[tuple[int, ...], ...]
@@ -148,7 +148,7 @@ class Completion(NamedTuple):
 
     @property
     def requests(self) -> list[Request]:
-        """Return n requests for each prompt; the i-th of a prompt gets the seed plus i."""
+        """Return n requests for each prompt. The i-th request for a prompt uses the seed plus i."""
         return [
             self.request._replace(prompt=prompt, seed=_shift(self.request.seed, i))
             for prompt in self.prompts
@@ -161,9 +161,9 @@ def _shift(seed: int | None, by: int) -> int | None:
 
 
 class Parser:
-    """Parses request bodies. Anything wrong with a body raises ApiError with a status below 500.
+    """Parses request bodies. Raises ApiError with a status below 500 if a body is invalid.
 
-    dial: as in `sampling_fields`.
+    dial: see `sampling_fields`.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Parser:
         prompts, opened = self._prompts(fields.prompt)
         if len(prompts) * fields.n > self.limits.texts:
             message = (
-                f"prompts × n = {len(prompts)} × {fields.n} texts; a request may ask for at most {self.limits.texts}"
+                f"prompts × n = {len(prompts)} × {fields.n} texts, but a request may have at most {self.limits.texts}"
             )
             param = "n" if len(prompts) <= self.limits.texts else "prompt"
             raise ApiError(400, message, param=param, code="too_many_texts")
@@ -204,7 +204,7 @@ class Parser:
         return Completion(fields.model, prompts, opened, fields.n, bool(fields.stream), usage, fields.logprobs, request)
 
     def _prompts(self, value: Any) -> tuple[tuple[tuple[int, ...], ...], bool]:
-        """Return the token ids of each prompt, and True if the prompts were texts."""
+        """Return the token ids of each prompt, and whether the prompts were given as texts."""
         texts: list[Any] = value if isinstance(value, list) else [value or ""]
         if texts and all(isinstance(text, str) for text in texts):
             return tuple((self.tokenizer.bos, *self.tokenizer.encode(text)) for text in texts), True
@@ -220,7 +220,7 @@ class Parser:
     def _stop(self, value: str | list[str] | None) -> tuple[str, ...]:
         stops = [] if value is None else [value] if isinstance(value, str) else value
         if "" in stops or sum(map(len, stops)) > self.limits.stop_characters:
-            must = f"must not be empty, or longer than {self.limits.stop_characters} characters in total"
+            must = f"must not contain empty strings or exceed {self.limits.stop_characters} characters in total"
             raise invalid("stop", value, must)
         return tuple(stops)
 
@@ -230,29 +230,29 @@ class Parser:
         if longest > most:
             raise ApiError(
                 400,
-                f"a prompt has {longest} tokens; at most {most} are allowed",
+                f"a prompt has {longest} tokens, but at most {most} are allowed",
                 param="prompt",
                 code="context_length_exceeded" if most == self.context else "prompt_too_long",
             )
         if longest + max_tokens > self.context:
             raise ApiError(
                 400,
-                f"the context is {self.context} tokens; a prompt has {longest} and max_tokens={max_tokens} asks for "
-                f"{longest + max_tokens - self.context} too many",
+                f"a prompt of {longest} tokens and max_tokens={max_tokens} exceed the context of {self.context} tokens "
+                f"by {longest + max_tokens - self.context}",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
 
 
 def require_model(model: str, name: str) -> None:
-    """Raise ApiError 404 unless this is the name of the server's model."""
+    """Raise ApiError (404) if `model` is not the name of the server's model."""
     if model != name:
         message = f"the model {shown(model)} does not exist; this server serves {name}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body. Raises ApiError 400 for anything else, including NaN and Infinity."""
+    """Return the JSON object in a body. Raises ApiError (400) for anything else, including NaN and Infinity."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -284,7 +284,7 @@ class Answer:
         return self.head | {"choices": list(choices)}
 
     def usage(self) -> dict[str, int]:
-        """Return token counts. A prompt counts once, however many texts continue it. BOS counts too."""
+        """Return the token counts. Each prompt is counted once, however many texts continue it. BOS is counted too."""
         read, written = sum(map(len, self.asked.prompts)), sum(choice.written for choice in self.choices)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
@@ -292,8 +292,8 @@ class Answer:
 class Choice:
     """One text of a response, with its tokens, their logprobs, and their offsets in the text.
 
-    A token that is not whole characters is named "bytes:\\x…", as in OpenAI's API. If a stop string ended the text, the
-    tokens of the stop string are listed too.
+    A token that does not consist of whole characters is named "bytes:\\x…", as in OpenAI's API. If a stop string ended
+    the text, the tokens of the stop string are listed too.
     """
 
     def __init__(self, index: int, asked: Completion, tokenizer: Tokenizer) -> None:
@@ -305,7 +305,7 @@ class Choice:
         self._text = TextStream((), after)  # the generated text, as if no stop string had ended it
 
     def piece(self, prompt: Sequence[Step], steps: Sequence[Step], finished: bool) -> dict[str, Any]:
-        """Return what was generated since the last piece, as one of the response's choices."""
+        """Return what has been generated since the previous piece, in the format of a choice."""
         if self._hidden and prompt:
             prompt, self._hidden = prompt[1:], False
         self.written += len(steps)
@@ -347,7 +347,7 @@ class Choice:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content) if own is None else own
 
     def _own(self, token: int) -> str | None:
-        """Return a token's characters; None if it holds only part of one."""
+        """Return a token's characters, or None if it does not consist of whole characters."""
         if token == self.tokenizer.bos:
             return ""
         try:

@@ -1,4 +1,4 @@
-"""Sockets and HTTP connections of uvicorn, hardened against clients that never finish sending a request."""
+"""Runs uvicorn with sockets and connections that withstand clients that never finish sending a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONNECTIONS = 1024
 """The maximum number of connections; beyond it uvicorn itself responds with 503."""
 
 SETTLE = 0.25
-"""Seconds before an unfinished connection counts, since a client may open many before it sends its requests."""
+"""Seconds before an unfinished connection counts toward the limit: a client may open many, and then send requests."""
 
 
 def run_server(app: Starlette, sockets: Sequence[socket.socket]) -> None:
@@ -33,7 +33,7 @@ def run_server(app: Starlette, sockets: Sequence[socket.socket]) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Prints its URL once it handles signals."""
+    """A server that prints its URL once it handles signals."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -43,9 +43,9 @@ class _Server(uvicorn.Server):
 
 
 def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
-    """Return uvicorn's configuration, with h11, which is strict and limits the size of headers.
+    """Return uvicorn's configuration. It uses h11, which is strict and limits the size of headers.
 
-    grace: seconds that requests in progress get to finish after the first signal.
+    grace: how many seconds requests in progress have to finish after the first signal.
     """
     return uvicorn.Config(
         app,
@@ -59,16 +59,16 @@ def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
 
 
 def bounded(limits: Limits) -> type[H11Protocol]:
-    """Return a protocol class with these limits, for uvicorn's option `http`."""
+    """Return a protocol class that enforces these limits, to be passed to uvicorn as `http`."""
     return type("Bounded", (_Bounded,), {"limits": limits, "hanging": defaultdict(dict)})
 
 
 class _Bounded(H11Protocol):
-    """uvicorn's protocol, with a deadline for headers and a limit on the unfinished connections of an address.
+    """uvicorn's protocol, with a deadline for headers and a limit on unfinished connections per address.
 
-    A connection is unfinished from its opening or last response until a whole request has arrived. The deadline for
-    headers is enforced here; the deadline for bodies is in `read_body`, which can still respond to the client. Beyond
-    the limit the oldest connection is closed, so that even there a client that does send a request gets a response.
+    A connection is unfinished until a whole request has arrived, both when it is new and after each response. The
+    deadline for headers is enforced here; the deadline for bodies is in `read_body`, which can still respond to the
+    client. Beyond the limit, the oldest connection is closed, so a client that does send requests is still served.
 
     No server provides this. uvicorn's timeout for idle connections stops at the first byte. The timeouts of Hypercorn
     and granian cover the headers, but neither server limits connections per address or lets code do so.
@@ -143,14 +143,14 @@ def url(listener: socket.socket) -> str:
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Return a listening socket for each address of the host; with port 0 all share one free port.
+    """Return a listening socket for each address of the host. If `port` is 0, all of them use the same free port.
 
-    Raises ValueError if no server can listen there. Clients that connect before the server runs wait for it.
+    Clients that connect before the server runs will wait for it. Raises ValueError if no server can listen there.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
-        raise ValueError(f"--host {host}: unknown name; give a name or an address of this machine") from None
+        raise ValueError(f"--host {host}: unknown host; give a name or an address of this machine") from None
     sockets: list[socket.socket] = []
     with contextlib.ExitStack() as opened:
         foreign = None
@@ -165,7 +165,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
                 port = sockets[0].getsockname()[1]
         if not sockets:
             raise ValueError(
-                f"--host {host}: not an address of this machine; leave it out, or give 0.0.0.0 for all"
+                f"--host {host}: not an address of this machine; omit it, or use 0.0.0.0 for all addresses"
             ) from foreign
         opened.pop_all()
     return sockets
@@ -173,7 +173,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 def _refusal(host: str, port: int, error: OSError) -> ValueError:
     if error.errno == errno.EADDRINUSE:
-        return ValueError(f"--port {port}: already in use on {host}; give another port, or 0 for a free one")
+        return ValueError(f"--port {port}: already in use on {host}; choose another port, or 0 for any free one")
     if error.errno == errno.EACCES:
-        return ValueError(f"--port {port}: not allowed for this user; give a port of 1024 or above")
-    return ValueError(f"--host {host} --port {port}: {error.strerror}; give another address")
+        return ValueError(f"--port {port}: not allowed for this user; choose a port of at least 1024")
+    return ValueError(f"--host {host} --port {port}: {error.strerror}; choose another address")

@@ -1,12 +1,12 @@
 """The routing explorer: a page that shows which experts each token of a text goes to, and its endpoints.
 
     GET  /                 the page, from `static/`
-    GET  /explorer/runs    a description of each run, with the path of its report, if it has one
+    GET  /explorer/runs    a description of each run, including the path of its report if there is one
     GET  /explorer/report/{place}
-                           report.html of the run at that index in the list of runs
-    POST /explorer/read    {"run", "text", "max_tokens", …}: the tokens of the text and of its continuation, as
-                           server-sent events: {"run": …}, described at the request's rate, then any number of
-                           {"tokens": […]}, and finally {"done": true} or {"error": {"message": …}}
+                           the file report.html of the run at this index in the list of runs
+    POST /explorer/read    accepts {"run", "text", "max_tokens", …}, and sends the tokens of the text and of its
+                           continuation as server-sent events: first {"run": …}, described at the request's rate,
+                           then {"tokens": […]}, repeatedly, and finally {"done": true} or {"error": {"message": …}}
 
 The responses reveal texts, so only this server's own pages may read them.
 """
@@ -56,13 +56,13 @@ OF_REPORT = HEADERS | {
 }
 INFINITE = 1e38
 TOPS = 6
-"""The number of likeliest tokens reported at each position."""
+"""How many of the likeliest tokens are reported at each position."""
 
 
 class Explored(NamedTuple):
-    """A run under the name that the page shows.
+    """A run, with the name under which the page shows it.
 
-    worker: runs the engine; None for the server's main worker. report: path of report.html, which may not exist.
+    worker: the worker of its engine; None is the server's main worker. report: its report.html, which need not exist.
     """
 
     name: str
@@ -73,9 +73,9 @@ class Explored(NamedTuple):
 
 
 def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
-    """Return a description of a run as JSON. Its `dial` is the largest supported rate, None if the rate is fixed.
+    """Return a description of a run as JSON. `dial` is the largest supported rate, or None if the rate is fixed.
 
-    Each layer lists its cutoffs at this rate, the biases added to its scores, or neither.
+    Each layer has its cutoffs at this rate or the biases that are added to its scores, if it uses either.
     """
     config, moes = run.model.config, dict(run.model.moe_layers())
     rule, layers = config.rule, []
@@ -98,10 +98,10 @@ def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
 
 
 def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
-    """Return a recorded step as JSON. loss: in nats, None for the first token of the text. label: readable text.
+    """Return a recorded step as JSON. The loss is in nats, and is None for the first token of the text.
 
-    top: the likeliest tokens at this position, as [token, label, probability]. layers: one entry per MoE layer, with
-    `gates` in the order of `experts`, and with `border`, the lowest chosen score including the bias.
+    `top` lists the likeliest tokens at this position as [token, label, probability]. `layers` has an entry for each MoE
+    layer. Its gates are in the order of its experts, and `border` is the lowest chosen score, including the bias.
     """
     assert step.routing is not None, "only recorded steps have a routing"
     biases = [_bias(moe.router) for _, moe in run.model.moe_layers()]
@@ -118,7 +118,7 @@ def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
 
 
 def _bias(router: Router | None) -> Tensor | None:
-    """Return the biases that a rule adds to scores to select the top k; None if it has none or selects otherwise."""
+    """Return the biases that a rule adds to the scores to select the top k, or None if it has none."""
     best = None if router is None else router.rule.biased_top_k(router.state)
     return None if best is None or not best[0].any() else best[0]
 
@@ -137,7 +137,7 @@ def _layer(model: GPT, bias: Tensor | None, routing: TokenRouting) -> dict[str, 
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as readable text; bytes that are not whole characters appear as escapes such as \\xe2."""
+    """Return a token as readable text, in which bytes of incomplete characters appear as escapes such as \\xe2."""
     return tokenizer.decode_bytes([token]).decode("utf-8", errors="backslashreplace")
 
 
@@ -146,7 +146,7 @@ def _numbers(values: Tensor | None) -> list[float] | None:
 
 
 def _number(value: float) -> float:
-    """Round to six digits to save space, and clamp: a cutoff may be infinite, and JSON has no infinity."""
+    """Round a number to six digits to save space, and clamp it, since JSON cannot represent an infinite cutoff."""
     return float(f"{min(max(value, -INFINITE), INFINITE):.6g}")
 
 
@@ -170,18 +170,18 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
     prompt = (run.tokenizer.bos, *run.tokenizer.encode(fields.text))
     most = min(limits.prompt_tokens or context, context - min(fields.max_tokens, 1))
     if len(prompt) > most:
-        message = f"the text has {len(prompt)} tokens, BOS included, and {run.name} accepts at most {most}; shorten it"
+        message = f"the text has {len(prompt)} tokens with BOS, but {run.name} accepts at most {most}; shorten the text"
         raise ApiError(400, message, param="text", code="context_length_exceeded")
     sampling = {"temperature": fields.temperature, "top_k": fields.top_k, "seed": fields.seed, "rate": fields.rate}
     return run, Request(prompt, fields.max_tokens, tops=TOPS, echo=True, record=True, **sampling)
 
 
 def require_own_page(headers: Mapping[str, str], names: Collection[str], public: Collection[str] = ()) -> None:
-    """Raise ApiError 403 if the request may come from a page of another site.
+    """Raise ApiError (403) if the request may come from a page of another site.
 
-    Origin and Sec-Fetch-Site reveal such a page, unless the site's name resolves to this server (DNS rebinding). Then
-    the browser takes both for one origin, but the Host header holds the site's name: only `names` and IP addresses,
-    which cannot be rebound, are allowed there. public: names of a proxy, which may replace Host but not Origin.
+    Origin and Sec-Fetch-Site reveal such a page, unless the site's name resolves to this server (DNS rebinding). The
+    browser then considers both the same origin, but the Host header contains the site's name, so only `names` and IP
+    addresses, which cannot be rebound, are allowed there. public: names of a proxy, which may replace only Host.
     """
     host = headers.get("host", "").lower()
     name, origin = host_name(host), headers.get("origin")
@@ -206,7 +206,7 @@ def _is_address(name: str) -> bool:
 
 
 async def events(run: Explored, job: Job) -> AsyncGenerator[dict[str, Any]]:
-    """Yield the events of a job with one text as they arrive."""
+    """Yield the events of a job that has a single text, as they arrive."""
     yield {"run": describe(run, job.requests[0].rate)}
     async for update in job:
         tokens = [token_record(run, step, written=False) for step in update.prompt]
@@ -217,13 +217,13 @@ async def events(run: Explored, job: Job) -> AsyncGenerator[dict[str, Any]]:
 def routes(
     runs: Sequence[Explored], names: Collection[str] = ("localhost",), public: Collection[str] = ()
 ) -> list[Route]:
-    """Return the routes for `create_app`. runs: the server's own run first. names, public: as in `require_own_page`."""
+    """Return the routes for `create_app`. The server's own run comes first. See `require_own_page` for the names."""
     files = {path.name: path for path in sorted(STATIC.iterdir()) if path.suffix in TYPES}
     facts = [describe(run) for run in runs]
     names, public = [name.lower() for name in names], [name.lower() for name in public]
 
     def reports() -> dict[int, Path]:
-        """Return the reports that exist so far, by the index of their run."""
+        """Return the existing reports, keyed by the index of their run."""
         return {place: run.report for place, run in enumerate(runs) if run.report and run.report.is_file()}
 
     async def page(request: HttpRequest) -> Response:

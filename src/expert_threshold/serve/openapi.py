@@ -1,4 +1,4 @@
-"""The HTTP API as an OpenAPI document: its routes, and the fields of a request with this server's limits."""
+"""Describes the HTTP API as an OpenAPI document: its routes, and the request fields with this server's limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JSON = "application/json"
 
 
 def schema(request: type[BaseModel]) -> Schema:
-    """Return the OpenAPI document. request: the pydantic model of a completion request."""
+    """Return the OpenAPI document of a server. request: the pydantic model of its completion requests."""
     fields = request.model_json_schema(ref_template="#/components/schemas/{model}")
     paths = {
         "/health": {"get": _operation("Health check", "503")},
@@ -39,7 +39,7 @@ def schema(request: type[BaseModel]) -> Schema:
 
 
 def _operation(summary: str, *errors: str, kinds: Sequence[str] = (JSON,)) -> Schema:
-    """Return the description of a route. errors: statuses besides 401 and 403. kinds: media types of the response."""
+    """Describe a route. errors: its statuses besides 401 and 403. kinds: the media types of the response."""
     answers = {"200": {"description": "", "content": {kind: {} for kind in kinds}}}
     refusals = {status: {"description": "", "content": {JSON: {}}} for status in ("401", "403", *errors)}
     return {"summary": summary, "responses": answers | refusals, "security": [{}, {"key": []}]}

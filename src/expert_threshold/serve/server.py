@@ -1,4 +1,4 @@
-"""An HTTP server with OpenAI's completions API (extra `serve`); the only file that imports starlette."""
+"""An HTTP server with OpenAI's completions API, built on starlette (extra `serve`)."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def create_app(
 ) -> Starlette:
     """Return an app that serves the engine's model as `name`.
 
-    api_key: required on every route except /health. hosts: names and addresses (without brackets) that the Host header
-    may hold, so that pages of other sites cannot read a local server through a name that resolves to it; None allows
-    any. origins: other sites whose pages may read responses; "*" allows all. routes: further routes behind the same
-    checks; their handlers find the engine's worker and the limits in `service(request)`. workers: workers of other
-    engines, started and stopped with the app. threads: for torch's matrix products.
+    api_key: the key required on every route except /health. hosts: the names and addresses (without brackets) that the
+    Host header may contain, so that pages of other sites cannot read a local server through a name that resolves to it;
+    None allows any. origins: other sites whose pages may read responses; "*" allows all. routes: additional routes
+    behind the same checks; their handlers use `service(request)`. workers: workers of other engines, which are started
+    and stopped with the app. threads: the number of threads for torch's matrix products.
     """
     limits = limits or Limits()
     worker = Worker(engine, limits.queue, threads)
@@ -91,7 +91,7 @@ def create_app(
 
 
 class Service:
-    """State that the handlers share. others: workers of further runs that the app serves."""
+    """The state that all handlers share. others: the workers of additional runs that the app serves."""
 
     def __init__(self, worker: Worker, name: str, limits: Limits, others: Sequence[Worker] = ()) -> None:
         self.worker, self.name, self.limits = worker, name, limits
@@ -103,7 +103,7 @@ class Service:
         self.first_token, self.whole = Histogram(), Histogram()  # seconds of completions
 
     async def timed(self, job: Job) -> AsyncGenerator[Update]:
-        """Yield a job's updates. Record its time to first token, and its total time if it finishes."""
+        """Yield a job's updates, and record its time to first token and, if it finishes, its total time."""
         start, waits = time.monotonic(), True
         async for update in job:
             if waits and update.steps:
@@ -114,7 +114,7 @@ class Service:
 
 
 class Histogram:
-    """A histogram of seconds with BOUNDS as its buckets."""
+    """A histogram of durations in seconds. BOUNDS are the upper bounds of its buckets."""
 
     BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
@@ -126,7 +126,7 @@ class Histogram:
         self.sum += seconds
 
     def samples(self) -> dict[str, float]:
-        """Return Prometheus samples by the suffix of their name, including labels."""
+        """Return the samples for Prometheus, keyed by the suffix of their name, including labels."""
         counts = zip((*self.BOUNDS, "+Inf"), itertools.accumulate(self.counts), strict=True)
         buckets = {f'_bucket{{le="{bound}"}}': float(count) for bound, count in counts}
         return buckets | {"_sum": self.sum, "_count": sum(self.counts)}
@@ -138,8 +138,8 @@ def service(request: Request) -> Service:
 
 
 class _Gate:
-    """Admits requests with the key and an allowed Host, and counts requests by route. Responds if a handler failed, or
-    was cancelled because the server is stopping.
+    """Middleware that admits only requests with the key and an allowed Host, and counts requests by route. It responds
+    with an error if a handler fails, or is cancelled because the server is stopping.
     """
 
     def __init__(
@@ -188,15 +188,15 @@ class _Gate:
             return None
         if secrets.compare_digest(_given_key(request), self.key):
             return None
-        # Two headers: Chromium does not prompt for a password if both challenges are in one.
+        # Send two headers, since Chromium does not prompt for a password if both challenges are in one.
         schemes = ("Bearer", 'Basic realm="API key as password"')
         challenges = [("WWW-Authenticate", scheme) for scheme in schemes]
-        message = "wrong or no API key; send Authorization: Bearer KEY"
+        message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
         return ApiError(401, message, code="invalid_api_key", headers=challenges)
 
 
 def _given_key(request: Request) -> bytes:
-    """Return the key, which programs send as a bearer token, and browsers as a password that their user entered."""
+    """Return the key in a request. Programs send it as a bearer token, and browsers as a password typed by the user."""
     scheme, _, given = request.headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "basic":
         with contextlib.suppress(ValueError):
@@ -213,7 +213,7 @@ def host_name(header: str) -> str:
 
 
 def unknown_host(hosts: Sequence[str]) -> ApiError:
-    message = f"reach this server as {', '.join(hosts)}; another name needs et serve --public-host NAME"
+    message = f"use this server as {', '.join(hosts)}; other names require et serve --public-host NAME"
     return ApiError(403, message, code="unknown_host")
 
 
@@ -240,15 +240,15 @@ async def metrics(request: Request) -> Response:
         _metric("texts_waiting", "Texts waiting for a slot.", worker.waiting),
         _metric("routed_tokens_total", "Tokens routed, counted once per MoE layer.", counts.routed),
         _metric("assignments_total", "Token-expert pairs of the routed tokens.", counts.assignments),
-        _metric("experts_per_token", "Experts per token and layer, on average so far.", fanout),
+        _metric("experts_per_token", "Mean number of experts per token and layer so far.", fanout),
         _metric("time_to_first_token_seconds", "Seconds to the first token of a completion.", here.first_token),
-        _metric("completion_seconds", "Seconds that whole completions took.", here.whole),
+        _metric("completion_seconds", "Seconds to finish a completion.", here.whole),
     ]
     return Response("".join(lines), media_type="text/plain; version=0.0.4")
 
 
 def _metric(name: str, text: str, value: float | Mapping[str, float] | Histogram) -> str:
-    """Format one metric, a counter if its name ends in _total. value: a number, numbers by labels, or a histogram."""
+    """Format a metric, which is a counter if its name ends in _total. A mapping holds one number for each label set."""
     if isinstance(value, Histogram):
         kind, samples = "histogram", value.samples()
     else:
@@ -285,7 +285,7 @@ async def completions(request: Request) -> Response:
 
 
 async def _whole(service: Service, job: Job, texts: Answer) -> dict[str, Any]:
-    """Return the response once all texts are finished."""
+    """Wait until all texts are finished, and return the response."""
     try:
         async with asyncio.timeout(service.limits.seconds):
             async for _ in service.timed(job):
@@ -308,7 +308,7 @@ async def _chunks(service: Service, job: Job, texts: Answer) -> AsyncGenerator[d
 
 
 class EventStream(Response):
-    """Server-sent events, each a JSON object, then `done`; errors after the response has started are sent as events.
+    """A response that sends each event as a JSON object, then `done`. Errors after its start are sent as events.
 
     The job is cancelled when the client disconnects or the time is up, so a client that does not read cannot block it.
     """
@@ -366,7 +366,7 @@ async def _send_event(send: Send, data: str) -> None:
 
 
 def _failed() -> ApiError:
-    return ApiError(500, "the server failed; its log says why", code="internal_error")
+    return ApiError(500, "the server failed; see its log for the reason", code="internal_error")
 
 
 def _stopping() -> ApiError:
@@ -374,11 +374,11 @@ def _stopping() -> ApiError:
 
 
 def _out_of_time(limits: Limits) -> ApiError:
-    return ApiError(503, f"not done within {limits.seconds:g} seconds", code="timeout", retry=1)
+    return ApiError(503, f"the request was not finished within {limits.seconds:g} seconds", code="timeout", retry=1)
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Return the body. Raises ApiError if its content type is not JSON, or if it is too large or too slow."""
+    """Return the request's body. Raises ApiError if its content type is not JSON, or if it is too large or too slow."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "send the header Content-Type: application/json", code="unsupported_media_type")
@@ -393,12 +393,13 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                 if len(body) > limits.body_bytes:
                     raise too_large
     except TimeoutError:
-        raise ApiError(408, f"the body took longer than {limits.body_seconds:g} seconds", code="timeout") from None
+        message = f"the body took longer than {limits.body_seconds:g} seconds to arrive"
+        raise ApiError(408, message, code="timeout") from None
     return bytes(body)
 
 
 async def while_connected(receive: Receive, result: Coroutine[Any, Any, T]) -> T:
-    """Return the result; cancel it if the client disconnects. Call this after the body has been read."""
+    """Return the result, or cancel it if the client disconnects. Call this after the body has been read."""
     task, gone = asyncio.ensure_future(result), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -420,7 +421,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def answer(content: Any, status: int = 200) -> Response:
-    """Return JSON in ASCII, since texts may contain lone surrogates, which UTF-8 cannot encode."""
+    """Return a JSON response in ASCII, since texts may contain lone surrogates, which UTF-8 cannot encode."""
     return Response(json.dumps(content, allow_nan=False), status, media_type="application/json")
 
 
@@ -442,14 +443,14 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message, code = f"{path} does not exist; {_remedy(request.scope['path'])}", "unknown_path"
     elif error.status_code == 405:
-        message, code = f"{path} allows {headers['Allow']}, not {request.method}", "method_not_allowed"
+        message, code = f"{path} supports {headers['Allow']}, not {request.method}", "method_not_allowed"
     else:
         message = f"{request.method} here: {error.detail}"
     return _answer_error(ApiError(error.status_code, message, code=code, headers=headers.items()))
 
 
 def _remedy(path: str) -> str:
-    """Return what to use in place of a path that does not exist."""
+    """Return a hint on what to use instead of a path that does not exist."""
     if "/chat/" in path:
         return "this model continues texts and was not trained on chats: POST to /v1/completions, with a prompt"
     return "the API is at /v1/completions and /v1/models; see /openapi.json"

@@ -1,4 +1,4 @@
-"""The thread that runs the engine and delivers its results; request limits and API errors."""
+"""The thread that runs the engine and delivers its results, and the limits and errors of requests."""
 
 from __future__ import annotations
 
@@ -20,26 +20,23 @@ log = logging.getLogger("uvicorn.error")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on single requests and on the whole server. Counts are at least 1, and seconds are positive.
-
-    None leaves the context length as the only limit.
-    """
+    """Limits on single requests and on the whole server. With None, only the context length limits the tokens."""
 
     body_bytes: Count = option(64 * 1024, "Maximum size of a request body in bytes.")
-    prompt_tokens: Count | None = option(None, "Maximum tokens in a prompt. Defaults to the full context.")
-    output_tokens: Count | None = option(None, "Maximum tokens to generate per text. Defaults to the full context.")
-    n: Count = option(8, "Maximum texts per prompt (the field n).")
-    texts: Count = option(32, "Maximum texts per request (prompts × n).")
-    logprobs: Count = option(20, "Maximum value of the field logprobs: likeliest tokens reported at each position.")
-    stop_characters: Count = option(4096, "Maximum total length of a request's stop strings, in characters.")
-    queue: Count = option(64, "Maximum texts waiting for a slot; requests beyond it get a 429.")
-    seconds: Positive = option(300.0, "Maximum seconds per request, including its wait; then it fails with 503.")
-    body_seconds: Positive = option(10.0, "Maximum seconds for a request's body to arrive; then it fails with 408.")
+    prompt_tokens: Count | None = option(None, "Maximum number of tokens in a prompt. Defaults to the full context.")
+    output_tokens: Count | None = option(None, "Maximum number of new tokens per text. Defaults to the full context.")
+    n: Count = option(8, "Maximum number of texts per prompt (the field n).")
+    texts: Count = option(32, "Maximum number of texts per request (prompts × n).")
+    logprobs: Count = option(20, "Maximum number of likeliest tokens to report per position (the field logprobs).")
+    stop_characters: Count = option(4096, "Maximum total length of the stop strings of a request, in characters.")
+    queue: Count = option(64, "Maximum number of texts waiting for a slot. Further requests fail with 429.")
+    seconds: Positive = option(300.0, "Seconds after which a request fails with 503, including its wait for a slot.")
+    body_seconds: Positive = option(10.0, "Seconds after which a request fails with 408 if its body has not arrived.")
     header_seconds: Positive = option(
-        10.0, "Maximum seconds for a request's headers to arrive; then the connection is closed."
+        10.0, "Seconds after which a connection is closed if a request's headers have not arrived."
     )
     unfinished: Count = option(
-        64, "Maximum connections per address without a complete request; beyond it the oldest is closed."
+        64, "Maximum number of connections per address that wait for a request; beyond it, the oldest is closed."
     )
 
     def __post_init__(self) -> None:
@@ -48,7 +45,7 @@ class Limits:
 
 
 class ApiError(Exception):
-    """An error for the client: HTTP status, message, the field at fault, and a machine-readable code.
+    """An error for the client, with an HTTP status, a message, the invalid field, and a machine-readable code.
 
     headers: (name, value) pairs, since a header may occur twice. retry: seconds after which the client should retry.
     """
@@ -75,9 +72,9 @@ class ApiError(Exception):
 
 
 class Update(NamedTuple):
-    """The progress of one text of a job since its last update: steps of its echoed prompt, and generated steps.
+    """The progress of one text of a job since its last update: new steps of the echoed prompt, and new generated steps.
 
-    error: why the text ended early, or None.
+    error: the reason why the text ended early, or None.
     """
 
     text: int
@@ -88,9 +85,9 @@ class Update(NamedTuple):
 
 
 class Job:
-    """Texts in progress, in the order of their requests. Iterate for updates; leaving `with` cancels all texts.
+    """Texts in progress, in the order of their requests. Iterate over a job for updates. Leaving `with` cancels it.
 
-    Belongs to the event loop, except for `writings`, which belongs to the worker's thread.
+    A job belongs to the event loop, except for `writings`, which belongs to the worker's thread.
     """
 
     def __init__(self, worker: Worker, requests: Sequence[Request]) -> None:
@@ -121,9 +118,9 @@ class Job:
 
 
 class Worker:
-    """Feeds an engine from an event loop. Only its thread touches the engine; commands reach it through a queue.
+    """Runs an engine for an event loop, in a thread of its own that receives commands through a queue.
 
-    queue_limit: maximum number of waiting texts. threads: for torch's matrix products; None keeps torch's default.
+    queue_limit: the maximum number of waiting texts. threads: for torch's matrix products; None is torch's default.
     """
 
     def __init__(self, engine: Engine, queue_limit: int, threads: int | None = None) -> None:
@@ -134,7 +131,7 @@ class Worker:
         self._jobs: set[Job] = set()
         self._queue_limit, self._threads = queue_limit, threads
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # The job, the index of the text in it, and how many prompt steps and generated steps were sent.
+        # For each text: its job, its index in the job, and how many prompt steps and generated steps were sent.
         self._sent: dict[ActiveRequest, tuple[Job, int, int, int]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -144,13 +141,13 @@ class Worker:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Stop after the current step; texts in progress are dropped."""
+        """Stop after the current step. Texts in progress are dropped."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
     @property
     def waiting(self) -> int:
-        """Return the number of texts that wait for a row of the batch."""
+        """The number of texts that wait for a row of the batch."""
         return max(0, self.unfinished - self.slots)
 
     @property
@@ -158,7 +155,7 @@ class Worker:
         return min(self.unfinished, self.slots)
 
     def submit(self, requests: Sequence[Request]) -> Job:
-        """Queue texts. Raises ApiError if the engine failed or the queue is full, and ValueError as `Engine.check`."""
+        """Queue texts. Raises ValueError if one is invalid, and ApiError if the engine failed or the queue is full."""
         for request in requests:
             self.engine.check(request)
         if self.failed:
@@ -190,7 +187,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._fail)
 
     def _run_commands(self) -> bool:
-        """Run all queued commands; if the engine is idle, wait for one. Return False on the command to stop."""
+        """Run all queued commands, and wait for one if the engine is idle. Returns False on the command to stop."""
         while not self.engine.busy or not self._commands.empty():
             command = self._commands.get()
             if command is None:
