@@ -314,7 +314,7 @@ def test_what_cannot_be_analysed_is_reported_in_a_line(
     assert "damaged: its size does not match the manifest" in line
     assert "step_000004, which is intact" in line
     told = refused(capsys, "analyze", runs / "et", "--out", runs / "corpus.jsonl")
-    assert told.endswith("corpus.jsonl: File exists; name another path")
+    assert told.endswith("corpus.jsonl: File exists; use another path")
     absent = ["--domain", f"a={tmp_path / 'absent'}", "--out", tmp_path / "out"]
     assert "absent does not exist" in refused(capsys, "analyze", runs / "et", *absent)
     assert not (tmp_path / "out").exists()

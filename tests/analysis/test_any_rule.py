@@ -99,9 +99,9 @@ def test_only_rules_that_move_cutoffs_have_them(rule: Rule, moves: bool) -> None
 def test_what_a_rule_cannot_do_is_refused_before_the_run_is_loaded(rule: Rule, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     folder.write_config({"model": {}, "rule": rule_to_dict(rule)})
-    with pytest.raises(ValueError, match="has no cutoffs; name a run"):
+    with pytest.raises(ValueError, match="has no cutoffs; use a run"):
         require_cutoffs(folder, "calibrated")
-    with pytest.raises(ValueError, match=r"--rate 1: .* has no cutoffs; name a run"):
+    with pytest.raises(ValueError, match=r"--rate 1: .* has no cutoffs; use a run"):
         require_cutoffs(folder, "at_rate", "--rate 1: ")
 
 

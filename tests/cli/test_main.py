@@ -227,7 +227,7 @@ def test_a_prompt_may_be_any_text(arguments: list[str]) -> None:
 
 # What is typed, and what the one line has to say: the option or the file, and what to do about it.
 USAGE: list[tuple[str, list[str]]] = [
-    ("", ["name a command", "et --help"]),
+    ("", ["no command was given", "et --help"]),
     ("tarin", ["unknown command tarin", "did you mean train?"]),
     ("xyz", ["unknown command xyz", "choose from train, plan, generate"]),
     ("train --eval_every 3", ["unknown option --eval_every", "did you mean --eval-every?"]),

@@ -189,7 +189,7 @@ def test_a_rule_that_the_model_has_keeps_its_state_and_its_follower(tmp_path: Pa
     model.name_or_path = str(tmp_path)  # a folder without states
     for layer in model.model.layers:
         layer.mlp.gate.rule = ExpertChoice(8, 1)
-    with pytest.raises(ValueError, match="states of 0 routers"):
+    with pytest.raises(ValueError, match="states for 0 routers"):
         swap_rule(model)
 
 

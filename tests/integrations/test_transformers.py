@@ -409,7 +409,7 @@ def test_under_autocast_a_static_cache_gives_the_same_logits(exported: Folder) -
 
 
 def test_models_with_windows_refuse_prepared_masks(exported: Folder) -> None:
-    with pytest.raises(ValueError, match="give one of this shape"):
+    with pytest.raises(ValueError, match="pass one of this shape"):
         load(exported("short of sight, foreign"))(tokens(), attention_mask=torch.ones(3, 1, 40, 40, dtype=torch.bool))
 
 

@@ -48,13 +48,13 @@ FULL = "free some space and run it again; a training run continues with --resume
 REMEDIES = {
     errno.ENOSPC: FULL,
     errno.EDQUOT: FULL,
-    errno.EACCES: "change its permissions, or name another path",
-    errno.EPERM: "change its permissions, or name another path",
-    errno.EROFS: "name a path on a writable disk",
-    errno.EEXIST: "name another path",
+    errno.EACCES: "change its permissions, or use another path",
+    errno.EPERM: "change its permissions, or use another path",
+    errno.EROFS: "use a path on a writable disk",
+    errno.EEXIST: "use another path",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path",
-    errno.EISDIR: "name a file",
+    errno.EISDIR: "use the path of a file",
 }
 
 USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -108,7 +108,7 @@ def is_users(error: BaseException) -> bool:
 
 def _run(arguments: Sequence[str]) -> int:
     if not arguments:
-        raise ValueError(f"name a command: {', '.join(COMMANDS)}; see et --help")
+        raise ValueError(f"no command was given; use one of {', '.join(COMMANDS)}, or see et --help")
     name, *rest = arguments
     if name in ("-h", "--help"):
         print(_help())
@@ -154,7 +154,7 @@ def one_line(error: BaseException) -> str:
         return "out of memory; use a smaller model, or a machine or a device with more memory"
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename is not None else ""
-        remedy = REMEDIES.get(error.errno or 0, "try again, or name another path")
+        remedy = REMEDIES.get(error.errno or 0, "try again, or use another path")
         if "temporary directory" in error.strerror:
             remedy = "set TMPDIR to a writable folder"
         return f"{where}{error.strerror}; {remedy}"

@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> None:
     corpus = (
         open_source(options["data"], options["text_field"])
         if "data" in given
-        else validation_text(source, "name a text with --data")
+        else validation_text(source, "pass another text with --data")
     )
 
     batches = math.ceil(options["tokens"] / (options["batch_size"] * model.config.context))

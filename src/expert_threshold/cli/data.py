@@ -43,7 +43,7 @@ DERIVED = BESIDE, TOKENS_OUT = f"SOURCE/{TOKENIZER}", "SOURCE-tokens"
 
 SOURCE = Option("source", str, FINEWEB_EDU, "The text: a folder of shards, or fineweb-edu if it was downloaded.", True)
 TEXT_FIELD = Option("text_field", str, "text", "Name of the column with the text.")
-OUT = "name another --out"
+OUT = "use another --out"
 
 
 class Entry(NamedTuple):
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 def run(arguments: Sequence[str]) -> None:
     """Run the subcommand named by the first argument."""
     if not arguments:
-        raise ValueError(f"name a subcommand: {', '.join(ENTRIES)}; see et data --help")
+        raise ValueError(f"no subcommand was given; use one of {', '.join(ENTRIES)}, or see et data --help")
     name, *rest = arguments
     if name in ("-h", "--help"):
         about = "Download text and the questions of CORE, train a tokenizer, or tokenize text in advance."
@@ -109,10 +109,10 @@ def _tokenizer(given: Given, display: Display) -> str:
     require_vocab_size(given["vocab_size"])
     corpus = _open(given)
     if given["out"] is None and _beside(given).is_file():
-        raise ValueError(f"--out is missing: {given['source']} is a file, not a folder; name the file to create")
+        raise ValueError(f"--out is missing: {given['source']} is a file, not a folder; choose the file to create")
     out = Path(given["out"] or _beside(given) / TOKENIZER)
     if out.exists():
-        raise ValueError(f"{out} already exists; delete it, or name another --out")
+        raise ValueError(f"{out} already exists; delete it, or use another --out")
     require_writable(out.absolute().parent, OUT)
     start = time.monotonic()
     display.say(corpus.describe())
@@ -127,10 +127,10 @@ def _tokenizer(given: Given, display: Display) -> str:
 def _tokenize(given: Given, display: Display) -> str:
     corpus = _open(given)
     if corpus.parts is None or corpus.tokenized:
-        raise ValueError(f"{corpus.name} is not a folder of Parquet shards; name one (others need not be tokenized)")
+        raise ValueError(f"{corpus.name} is not a folder of Parquet shards; other texts need not be tokenized")
     tokenizer = Tokenizer.load(given["tokenizer"]) if given["tokenizer"] else corpus.tokenizer
     if tokenizer is None:
-        raise ValueError(f"no {TOKENIZER} next to {corpus.name}; train one with et data tokenizer, or give --tokenizer")
+        raise ValueError(f"no {TOKENIZER} next to {corpus.name}; train one with et data tokenizer, or use --tokenizer")
     out = Path(given["out"] or f"{_beside(given)}-tokens")
     require_writable(out.absolute().parent, OUT)
     display.say(corpus.describe())

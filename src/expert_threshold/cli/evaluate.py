@@ -51,7 +51,7 @@ OPTIONS = [
         "data",
         str,
         None,
-        "Another text to measure the loss on, which may be any text for et train, the code of the embedded corpus, "
+        "Additional text to measure the loss on: any text that et train accepts, the code of the embedded corpus, "
         "GSM8K or HumanEval. May be repeated.",
         many=True,
     ),
@@ -81,7 +81,7 @@ DESCRIPTION = (
     "in the run's folder after each task. Only tasks of lm-evaluation-harness are measured again if they were saved."
 )
 NO_VALIDATION = "use --no-validation, with --data"
-HINT = "CORE was not evaluated: download its questions with et data core, or name their folder with --bundle"
+HINT = "CORE was not evaluated: download its questions with et data core, or pass their folder with --bundle"
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -191,7 +191,7 @@ NOT_AT_RATES = ("rate", "data", "bundle", "harness", "tasks", "baselines", "max_
 def _check(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise ValueError for options that leave nothing to do, or that have no effect."""
     if not any(options[name] for name in ("validation", "data", "bundle", "harness")):
-        raise ValueError("--no-validation leaves nothing to do; give --data, --bundle or --harness")
+        raise ValueError("--no-validation leaves nothing to do; add --data, --bundle or --harness")
     for name in NOT_AT_RATES if options["rates"] is not None else ():
         if options[name] != defaults[name]:
             flag = "--" + name.replace("_", "-")
@@ -200,7 +200,7 @@ def _check(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         flag = "--" + name.replace("_", "-")
         if options[name] != defaults[name] and not any(options[other] for other in needed):
             raise ValueError(
-                f"{flag} {options[name]}: has no effect without {' or '.join(f'--{n}' for n in needed)}; give one"
+                f"{flag} {options[name]}: has no effect without {' or '.join(f'--{n}' for n in needed)}; add one"
             )
 
 

@@ -68,4 +68,4 @@ def _require_utf8(prompt: str) -> None:
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"--prompt {prompt!a} is not UTF-8; give a text in UTF-8") from None
+        raise ValueError(f"--prompt {prompt!a} is not UTF-8; encode it as UTF-8") from None

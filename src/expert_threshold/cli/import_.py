@@ -12,7 +12,14 @@ from ..integrations.hub import PREFIX, model_folder
 from .options import Option, parse
 
 OPTIONS = [
-    Option("folder", str, None, "The model's folder, or hub:OWNER/NAME.", positional=True, required=True),
+    Option(
+        "folder",
+        str,
+        None,
+        "The folder of the model, or hub:OWNER/NAME.",
+        positional=True,
+        required=True,
+    ),
     Option("out", str, "runs/FOLDER", "The run folder to create, which must not exist."),
 ]
 DESCRIPTION = (

@@ -66,8 +66,8 @@ def flag_of(name: str) -> str:
 # Options of every command that reads a checkpoint, and of every command that computes.
 STEP = Option("step", NonNegativeInt | None, None, "Step of the checkpoint to use. Defaults to the last one.")
 COMPUTE = [
-    Option("device", DeviceName, "auto", "Device to compute on. With auto, cuda if it is available, otherwise cpu."),
-    Option("dtype", DtypeName, "auto", "Dtype of matrix products. With auto, bfloat16 if the hardware supports it."),
+    Option("device", DeviceName, "auto", "Device to compute on. auto selects cuda if it is available, else cpu."),
+    Option("dtype", DtypeName, "auto", "Dtype of matrix products. auto selects bfloat16 if the hardware supports it."),
 ]
 
 
@@ -80,7 +80,7 @@ def parse(prog: str, description: str, options: Sequence[Option], arguments: Seq
     typed: dict[str, str] = {}
     for flag in (argument.partition("=")[0] for argument in arguments):
         if flag in parser.flags and (first := typed.setdefault(parser.flags[flag], flag)) != flag:
-            raise ValueError(f"{first} and {flag} set the same option; give one of them")
+            raise ValueError(f"{first} and {flag} set the same option; use only one of them")
     given, left = parser.parse_known_intermixed_args(arguments)
     for text in sorted(left, key=lambda text: not text.startswith("-")):
         if not text.startswith("-"):

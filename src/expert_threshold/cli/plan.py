@@ -27,7 +27,7 @@ OPTIONS = [
     Option("gpus", Count, ONE_GPU.gpus, "Number of GPUs that share the batch."),
     Option("micro_batch", Count | None, None, "Sequences per micro-batch. Defaults to a GPU's share of --batch-size."),
     Option("utilisation", Share, ONE_GPU.utilisation, "Model FLOPs utilisation (MFU), as a share of the peak."),
-    Option("peak_tflops", Positive, ONE_GPU.peak_tflops, "Peak TFLOPS of a GPU. Defaults to an H100 with bfloat16."),
+    Option("peak_tflops", Positive, ONE_GPU.peak_tflops, "Peak TFLOPS of one GPU. Defaults to the peak of an H100."),
     Option("price_per_gpu_hour", NonNegative, ONE_GPU.price_per_gpu_hour, "Price per GPU-hour, in any currency."),
 ]
 DESCRIPTION = (

@@ -45,11 +45,11 @@ def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:
     rule = model.rule
     if rule is None or getattr(type(rule), method) is getattr(Rule, method):
         raise ValueError(
-            f"{flag}{folder.path} was trained with {rule_name(rule)}, which has no cutoffs; name a run whose rule "
+            f"{flag}{folder.path} was trained with {rule_name(rule)}, which has no cutoffs; use a run whose rule "
             "has cutoffs, such as expert_choice or expert_threshold"
         )
     if model.dense_layers == model.layers:
-        raise ValueError(f"{flag}{folder.path} has no experts, since all its layers are dense; name another run")
+        raise ValueError(f"{flag}{folder.path} has no experts, since all its layers are dense; use another run")
 
 
 def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def _documents(source: Checkpoint, corpus: Corpus, options: Mapping[str, Any]) -
             found.append(ids)
             tokens += len(ids)
     if len(found) < 2:
-        raise ValueError(f"--data {options['data']}: too few held-out documents ({len(found)}); give at least 2")
+        raise ValueError(f"--data {options['data']}: too few held-out documents ({len(found)}); at least 2 are needed")
     return found
 
 

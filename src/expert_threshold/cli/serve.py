@@ -61,10 +61,10 @@ def run(arguments: Sequence[str]) -> None:
     public = [name.lower() for name in options["public_host"] or []]
     for name in public:
         if host_name(name) != name:
-            raise ValueError(f"--public-host {name}: give a host name alone, such as explorer.example.org")
+            raise ValueError(f"--public-host {name}: must be a host name alone, such as explorer.example.org")
     for origin in options["cors"] or []:
         if not re.fullmatch(r"\*|https?://[^\s/]+", origin):
-            raise ValueError(f"--cors {origin}: give an origin, such as https://example.org, or * for all")
+            raise ValueError(f"--cors {origin}: must be an origin, such as https://example.org, or * for all")
     local = is_local(options["host"])
     private = local and not public
     api_key = os.environ.get(API_KEY) if options["api_key"] is None else options["api_key"]

@@ -104,7 +104,7 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[RunFolder]) -> None:
-    """Train; append the run's folder to `folders` once it is known."""
+    """Train, and append the run's folder to `folders` as soon as it is known."""
     given = parse_run("et train", "Train a language model into a run folder, or resume one.", OPTIONS, arguments)
     _require_one_length(given)
     if "init_from" in given:
@@ -136,7 +136,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         init_from = Path(given["init_from"]) if "init_from" in given else None
         minutes = given.get("minutes")
         if minutes is not None and rendezvous is not None:
-            raise ValueError(f"minutes={minutes}: not supported with several ranks; give --steps")
+            raise ValueError(f"minutes={minutes}: not supported with several ranks; use --steps")
         missing = missing_folders(Path(out))
         folder = RunFolder(Path(from_main(rendezvous, lambda: str(RunFolder.create(out).path))))
         folders.append(folder)
@@ -185,7 +185,7 @@ def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> 
 def _require_one_length(given: dict[str, Any]) -> None:
     lengths = [f"{path}={given[path]}" for path in ("train.steps", "tokens", "minutes") if given.get(path) is not None]
     if len(lengths) > 1:
-        raise ValueError(f"{' and '.join(lengths)} each set the length of the run; give one of them")
+        raise ValueError(f"{' and '.join(lengths)} each set the length of the run; use only one of them")
 
 
 def _config_of(folder: RunFolder) -> RunConfig:

@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> None:
     with source.named():
         rule_before = GPTConfig.from_dict(source.config).rule
     if rule_before is not None:
-        raise ValueError(f"{source.path} already has experts; name a run that was trained with --rule dense")
+        raise ValueError(f"{source.path} already has experts; use a run that was trained with --rule dense")
     known = option_names(options["rule"])
     own = {name: options[name] for name in ("num_experts", "experts_per_token") if name in known}
     step = source.load_checkpoint(options["step"], parts=()).step

@@ -40,9 +40,9 @@ class LogitStats(NamedTuple):
 class Decoded(NamedTuple):
     """The results of appending tokens to sequences.
 
-    `logits` are float32 (requested tokens, vocab), and `peaks` has an entry for each of their rows. The routing covers
-    all tokens and MoE layers: `scores` have the shape (layers, tokens, num_scores), the boolean `assignment` and the
-    `gates` (layers, tokens, experts). `gates` is None if the gates are σ(scores). `assigned` counts token-expert pairs.
+    `logits` has the shape (requested tokens, vocab) in float32, and `peaks` has one entry per row of logits. `scores`
+    (layers, tokens, num_scores), the boolean `assignment` and `gates` (layers, tokens, experts) cover all tokens and
+    MoE layers. `gates` is None if the gates are σ(scores). `assigned` is the total number of token-expert pairs.
     """
 
     logits: Tensor
@@ -90,8 +90,8 @@ class Decoder:
     """Appends tokens to sequences, with a kernel if one applies and with `GPT.forward` and a cache otherwise.
 
     The decoder uses a snapshot of the model, and holds up to `rows` sequences of up to `capacity` tokens. If `strict`
-    is True, a sequence gets the same bits alone as in a batch. A kernel always guarantees this. Without one, a strict
-    step computes row by row; otherwise, rounding depends on the number of rows and on how threads divide them.
+    is True, a sequence gets the same bits alone as in a batch. The kernel always guarantees this. `GPT.forward` does so
+    only row by row, since rounding depends on the number of rows and on how threads divide them.
     """
 
     def __init__(self, model: GPT, rows: int, capacity: int, *, strict: bool = False) -> None:
@@ -274,8 +274,8 @@ def _weights(up: Tensor, gate: Tensor | None, down: Tensor) -> list[Tensor]:
 
 def kernel_of(model: GPT, cache: Cache) -> Kernel | None:
     """Return the kernel for a snapshot of a model, or None if it does not apply. It requires float32 or bfloat16 on a
-    CPU, a compiler, kernels that are not switched off, a model without adapters, and a rule with sigmoid or softmax
-    gates that selects by thresholds or by a biased top k.
+    CPU, a C++ compiler, a model without adapters, and a rule that has sigmoid or softmax gates and selects experts by
+    thresholds or by a biased top k. Kernels must not be switched off.
     """
     if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16) or model.adapted:
         return None

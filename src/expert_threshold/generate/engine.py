@@ -51,7 +51,7 @@ class Request(NamedTuple):
     """A prompt and its sampling parameters, which `check` validates.
 
     A temperature of 0 picks the likeliest token; top_k=None and top_p=1 sample from all tokens. The same seed gives the
-    same tokens, and None picks a random seed. stop: strings that end the text and are not part of it. tops: the number
+    same tokens, and None is a random seed. stop: strings that end the text and are not part of it. tops: the number
     of likeliest tokens to report in each step. echo: also report the prompt's tokens as steps. record: report the
     routing of each token. rate: the target number of routed experts per token in every layer; None keeps the model's.
     """
@@ -347,7 +347,7 @@ class Engine:
                 self._finish(row)
 
     def _make(self, writing: ActiveRequest, token: int) -> Step:
-        """Return the step for a chosen token, still without its routing."""
+        """Return the step for a chosen token. Its routing is not yet known."""
         assert writing.next is not None
         request = writing.request
         writing.left -= 1

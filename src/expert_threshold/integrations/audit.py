@@ -22,9 +22,9 @@ def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dty
     path = Path(name)
     config = path / "config.json"
     if not path.is_dir() and (path.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)):
-        raise ValueError(f"{name}: no such folder; name a run folder, or OWNER/NAME on the hub")
+        raise ValueError(f"{name}: no such folder; use a run folder, or OWNER/NAME on the hub")
     if path.is_dir() and not config.is_file():
-        raise ValueError(f"{name}: not a model (no config.json); name a run folder or a transformers model")
+        raise ValueError(f"{name}: not a model (no config.json); use a run folder or a transformers model")
     if path.is_dir() and read_json(config).get("format") == FORMAT:
         assert isinstance(dtype, torch.dtype)
         return load_model(RunFolder.open(name).path, step, device, dtype)

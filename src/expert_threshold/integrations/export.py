@@ -68,13 +68,13 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
 def import_folder(path: str | Path, out: str | Path) -> RunFolder:
     """Create a run folder from a model that `export_run` wrote, or that transformers saved after loading such a model.
 
-    The run's checkpoint contains only weights, so the run can be used and can initialize others, but not be resumed.
+    The run's checkpoint contains only weights, so the run can be used and can initialize others, but cannot be resumed.
     Raises ValueError if the folder is of another kind or incomplete, or if its weights or tokenizer do not match.
     """
     path = Path(path)
     config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     if config.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"{path}: no config.json with model_type {MODEL_TYPE}; name a folder that et export wrote")
+        raise ValueError(f"{path}: no config.json with model_type {MODEL_TYPE}; use a folder that et export wrote")
     _require_whole_model(path, config)
     if (softcap := config.get(SOFTCAP, GPTConfig.softcap)) != GPTConfig.softcap:
         raise ValueError(f"{path / 'config.json'}: {SOFTCAP}={softcap} must be {GPTConfig.softcap}, as in the export")
@@ -189,7 +189,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         try:
             weights |= load_file(path / name)
         except SafetensorError as error:
-            raise ValueError(f"{path / name}: the file is damaged ({error}); export or save the model again") from None
+            raise ValueError(f"{path / name}: damaged ({error}); export or save the model again") from None
     if odd := [name for name, tensor in weights.items() if tensor.is_complex()]:
         raise ValueError(f"{path}: {odd[0]} is complex, but weights must be real; export or save the model again")
     return weights

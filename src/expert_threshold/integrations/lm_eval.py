@@ -136,7 +136,7 @@ class HarnessModel(TemplateLM):
 
 
 def read_request(options: Mapping[str, Any], context: int) -> Request:
-    """Convert the harness's sampling parameters to a request without a prompt. Temperature 0 picks the likeliest token.
+    """Convert the harness's sampling parameters to a request without a prompt. Temperature 0 means greedy decoding.
 
     Raises ValueError if a parameter is not supported.
     """
@@ -197,7 +197,7 @@ class Harness:
 
     def __init__(self, names: Sequence[str], folder: str | Path | None = None) -> None:
         if folder is not None and not Path(folder).is_dir():
-            raise ValueError(f"--harness-path {folder}: no such folder; name a folder with the YAML files of tasks")
+            raise ValueError(f"--harness-path {folder}: no such folder; use a folder with the YAML files of tasks")
         self.names = names
         if folder is not None:  # avoids indexing the harness's own thousands of tasks, which takes seconds
             self._manager = TaskManager(include_path=str(folder), include_defaults=False)

@@ -118,7 +118,7 @@ def open_checkpoint(path: str, step: int | None, device: torch.device, dtype: to
 def _require_top_k(path: str, rule: Rule | None) -> TokenChoice:
     if not isinstance(rule, TokenChoice):
         found = "has no experts" if rule is None else f"routes by {rule_name(rule)}, not by top k"
-        raise ValueError(f"{path} {found}; name a mixture with token choice")
+        raise ValueError(f"{path} {found}; use a mixture with token choice")
     return rule
 
 
@@ -262,7 +262,7 @@ class Calibrator(NamedTuple):
 
 
 def _at_levels(values: Tensor) -> Tensor:
-    """For each level and column, return the value that is exceeded by the level's fraction of the rows."""
+    """Return the quantiles of each column. At each level, a given fraction of the rows is above the quantile."""
     place = torch.linspace(LAST, -LAST, LEVELS).sigmoid() * (len(values) + 1) - 1
     return values.sort(0).values[place.clamp(0, len(values) - 1).round().long()]
 
@@ -280,7 +280,7 @@ def distill(
     progress: Callable[[int, int], None],
     stop: Callable[[], bool],
 ) -> None:
-    """Train the student to match the teacher's predictions (KL divergence), while it routes as at inference.
+    """Train the student, which always routes as at inference, to match the teacher's predictions (KL divergence).
 
     AdamW's learning rate falls linearly from `lr` to 0, and the cutoffs follow the scores. Training continues from the
     last checkpoint in `folder`, where it also saves. Once `stop` returns True, it saves and raises KeyboardInterrupt.

@@ -52,7 +52,7 @@ def _flat(module: str) -> str:
 
 
 def _require_alone(path: Path, text: str) -> None:
-    """Raise ValueError if a rule's file imports its neighbours, or names that our routing package does not export."""
+    """Raise ValueError if a rule's file imports neighbouring files, or names that `routing` does not export."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level:
             raise ValueError(f"{path}: imports neighbouring files; an exported rule must be a single file")
@@ -62,7 +62,7 @@ def _require_alone(path: Path, text: str) -> None:
 
 
 def _add(files: dict[str, str], module: str, text: str) -> None:
-    """Add a module and the modules that it imports, which are in `routing` or, as `option.py`, in its parent folder."""
+    """Add a module, and recursively the modules of `routing` that it imports, including `option.py` one folder up."""
     if (file := f"{_flat(module)}.py") in files:
         return
     text = text.replace("from ..option import", "from .option import")

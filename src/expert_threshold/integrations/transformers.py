@@ -155,7 +155,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Return the type of cache of each layer. It holds all keys or a window, and first also the state of smear."""
+        """Return the cache type of each layer: full or sliding attention, and hybrid where smear's state is kept."""
         kinds = ["full_attention" if self.window(i) is None else "sliding_attention" for i in range(self.layers)]
         if self.smear:
             kinds[0] = "hybrid" if self.window(0) is None else "hybrid_sliding"
@@ -246,7 +246,7 @@ class Attention(nn.Module):
         )
         if self.value_embed is not None:
             if tokens is None:
-                raise ValueError("value embeddings need the tokens; give input_ids, not inputs_embeds")
+                raise ValueError("value embeddings need the tokens; pass input_ids, not inputs_embeds")
             gates = 3 * self.value_gate(x[..., : self.gate_channels]).sigmoid().transpose(1, 2)[..., None]
             v = v + gates * self.value_embed(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k = (norm(rotate(each, cos, sin)).to(v.dtype) for each in (q, k))  # under autocast, norm returns float32
@@ -485,7 +485,7 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
         """
         windows = [config.window(layer) for layer in range(config.layers)]
         if attention_mask is not None and attention_mask.ndim != 2 and set(windows) != {None}:
-            raise ValueError("sliding windows need an attention_mask of shape (batch, time); give one of this shape")
+            raise ValueError("sliding windows need an attention_mask of shape (batch, time); pass one of this shape")
         masks = {
             "long" if window is None else "short": create_causal_mask(
                 config=config,
@@ -597,7 +597,7 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         ):
             raise ValueError("output_attentions=True needs attention weights; load with attn_implementation='eager'")
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
+            raise ValueError("pass either input_ids or inputs_embeds")
         self._refuse_flat_batches(**kwargs)
         embedded = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         continues = None

@@ -305,7 +305,7 @@ class Choice:
         self._text = TextStream((), after)  # the generated text, as if no stop string had ended it
 
     def piece(self, prompt: Sequence[Step], steps: Sequence[Step], finished: bool) -> dict[str, Any]:
-        """Return what has been generated since the previous piece, in the format of a choice."""
+        """Return everything generated since the previous piece as one of the choices in a response."""
         if self._hidden and prompt:
             prompt, self._hidden = prompt[1:], False
         self.written += len(steps)

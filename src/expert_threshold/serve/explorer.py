@@ -181,7 +181,7 @@ def require_own_page(headers: Mapping[str, str], names: Collection[str], public:
 
     Origin and Sec-Fetch-Site reveal such a page, unless the site's name resolves to this server (DNS rebinding). The
     browser then considers both the same origin, but the Host header contains the site's name, so only `names` and IP
-    addresses, which cannot be rebound, are allowed there. public: names of a proxy, which may replace only Host.
+    addresses, which cannot be rebound, are allowed there. public: host names of a proxy that may have changed Host.
     """
     host = headers.get("host", "").lower()
     name, origin = host_name(host), headers.get("origin")

@@ -33,7 +33,7 @@ class Limits:
     seconds: Positive = option(300.0, "Seconds after which a request fails with 503, including its wait for a slot.")
     body_seconds: Positive = option(10.0, "Seconds after which a request fails with 408 if its body has not arrived.")
     header_seconds: Positive = option(
-        10.0, "Seconds after which a connection is closed if a request's headers have not arrived."
+        10.0, "Seconds after which a connection is closed if the headers of a request have not arrived."
     )
     unfinished: Count = option(
         64, "Maximum number of connections per address that wait for a request; beyond it, the oldest is closed."
