@@ -12,14 +12,7 @@ from ..integrations.hub import PREFIX, model_folder
 from .options import Option, parse
 
 OPTIONS = [
-    Option(
-        "folder",
-        str,
-        None,
-        "The folder of the model, or hub:OWNER/NAME.",
-        positional=True,
-        required=True,
-    ),
+    Option("folder", str, None, "The folder of the model, or hub:OWNER/NAME.", positional=True, required=True),
     Option("out", str, "runs/FOLDER", "The run folder to create, which must not exist."),
 ]
 DESCRIPTION = (
