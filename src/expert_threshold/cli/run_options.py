@@ -20,12 +20,12 @@ Given = Mapping[str, Any]
 
 PRESET = Option("preset", str, DEFAULT_PRESET, f"Preset to start from: {', '.join(RUNS)}.", positional=True)
 RECIPE = Option("recipe", str, None, "Recipe to use; see et recipes.")
-TOKENS = Option("tokens", Count | None, None, "Number of tokens to train on, instead of --steps.")
-CONFIG = Option("config", str, None, "JSON or TOML file with options, such as a run's config.json.")
+TOKENS = Option("tokens", Count | None, None, "Token budget instead of --steps.")
+CONFIG = Option("config", str, None, "JSON or TOML file with options. A run's config.json is one.")
 HELP = (
     "Options are named by their path, such as --optim.matrix-lr, including in files and errors. Common options also "
-    "have a short flag. --help-all lists all options. If an option is set in several places, the first of these takes "
-    "precedence: flag, file, resumed or initial run, recipe, preset."
+    "have a short flag. --help-all lists all options. If an option is set in several places, the order of precedence "
+    "is: flag, file, resumed or initial run, recipe, preset."
 )
 
 

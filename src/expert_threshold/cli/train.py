@@ -40,7 +40,7 @@ from .options import Option, flag_of
 from .run_options import parse_run, preset_of, resolve_run, with_paths
 
 OPTIONS = [
-    Option("out", str, "runs/PRESET-RULE", "Run folder to create, which must not exist."),
+    Option("out", str, "runs/PRESET-RULE", "Run folder to create; it must not exist."),
     Option(
         "resume",
         str,
@@ -55,7 +55,7 @@ OPTIONS = [
         "Run whose model, weights and tokenizer to start from, or an export on the Hugging Face hub as hub:OWNER/NAME. "
         "Cutoffs or biases are kept, whereas warmup and decay are scaled to the new run.",
     ),
-    Option("nproc", Count | None, None, "Number of local processes to start, one per GPU."),
+    Option("nproc", Count | None, None, "Number of processes, one per GPU."),
     Option(
         "minutes",
         Minutes | None,
