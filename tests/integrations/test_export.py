@@ -141,7 +141,7 @@ def pad_vocabulary(folder: Path, rows: int = 50) -> None:
     ("damage", "message"),
     [
         (write("config.json", '{"model_type": "llama"}'), "no config.json with model_type expert_threshold"),
-        (write("model.safetensors", "no weights"), r"model\.safetensors: damaged"),
+        (write("model.safetensors", "no weights"), r"model\.safetensors is damaged"),
         (delete("model.safetensors"), r"model\.safetensors: the file is missing"),
         (delete("tokenizer.json"), r"tokenizer\.json: the file is missing"),
         (

@@ -55,12 +55,12 @@ OPTIONS = [
         "Run whose model, weights and tokenizer to start from, or an export on the Hugging Face hub as hub:OWNER/NAME. "
         "Cutoffs or biases are kept, whereas warmup and decay are scaled to the new run.",
     ),
-    Option("nproc", Count | None, None, "Number of processes, one per GPU."),
+    Option("nproc", Count | None, None, "Local processes, one per GPU."),
     Option(
         "minutes",
         Minutes | None,
         None,
-        "Time budget in minutes, instead of --steps. It includes validation, samples and checkpoints, but not reading "
+        "Time budget instead of --steps. It includes validation, samples and checkpoints, but not reading "
         "the text or evaluating CORE.",
     ),
 ]
