@@ -90,7 +90,7 @@ def test_only_the_paper_s_question_sets_are_called_by_their_names(tmp_path: Path
         "code": Domain("embedded"),
     }
     for name in ("math", "GSM8K", "start"):
-        with pytest.raises(ValueError, match=f"--domain {name}=a: the name {name} is taken; give another"):
+        with pytest.raises(ValueError, match=f"--domain {name}=a: the name {name} is already taken"):
             named_domains({"gsm8k": gsm8k, "domain": [f"{name}=a"]})
 
 

@@ -796,7 +796,7 @@ def test_a_copy_of_a_run_is_no_further_seed(copy: Path, again: Options, refused:
     assert len(find_runs([str(copy)])) == 2 * len(CHOSEN)
     shutil.copytree(copy / "dense" / "seed_0", copy / "dense" / "seed_7")
     for command in (again, ["compare", "--join", copy, "--out", tmp_path / "out"]):
-        refused(command, f"{copy / 'dense' / 'seed_7'}: holds a run with seed 0")
+        refused(command, f"{copy / 'dense' / 'seed_7'}: contains seed 0")
 
 
 def test_a_name_tells_the_sizes_that_most_runs_do_not_have() -> None:

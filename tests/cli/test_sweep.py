@@ -163,11 +163,11 @@ def test_a_comparison_with_options_that_no_sweep_found_is_refused(
     (damaged / "dense").mkdir(parents=True)
     (damaged / "dense" / "best.json").touch()
     for wrong, words in {
-        (tmp_path / "none",): "has no METHOD/best.json",
-        (empty,): "has no METHOD/best.json",
-        (finished, other): "has dense, too",
+        (tmp_path / "none",): "contains no METHOD/best.json",
+        (empty,): "contains no METHOD/best.json",
+        (finished, other): "also tuned dense",
         (damaged,): "best.json: not a JSON",
-        (other,): "no best options of expert_threshold",
+        (other,): "no best options for expert_threshold",
     }.items():
         tuned = [part for folder in wrong for part in ("--tuned", folder)]
         out = ["--out", tmp_path / "runs" / "out"]
@@ -330,7 +330,7 @@ def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_agai
         (["--space", "model.vocab_size=300..400"], ["vocab_size cannot be searched"]),
         (["--space", "rule=dense|top_p"], ["rule.name cannot be searched", "--methods"]),
         (["--space", "optim.orthogonalizer=newton_schulz..svd"], ["expected newton_schulz or polar_express, not svd"]),
-        (["--space", "optim.head_lr=1..2", "--space", "optim.head-lr=1..3"], ["head_lr is searched twice"]),
+        (["--space", "optim.head_lr=1..2", "--space", "optim.head-lr=1..3"], ["head_lr is given twice"]),
         (["--space", "optim.head_lr=0.1..1", "--optim.head-lr", 0.1], ["--optim.head-lr 0.1", "leave one of them out"]),
         (["--space", "rule.balance=aux|none"], ["balance=aux|none", "not an open option of expert_threshold"]),
         (

@@ -23,28 +23,29 @@ from .options import COMPUTE, Option, parse_all, parse_names
 # Options of every command that traces runs.
 TRACING = [
     Option("tokens", Annotated[int, Bounds(least=2)], 32768, "Tokens to trace each run on."),
-    Option("data", str | None, None, "Trace all runs on the held-out part of this text. Defaults to each run's own."),
+    Option("data", str | None, None, "Text on whose held-out part all runs are traced. Defaults to each run's text."),
     *COMPUTE,
 ]
 OPTIONS = [
-    Option("run", str, None, "Folders of runs or of comparisons.", positional=True, required=True, many=True),
-    Option("out", str, "RUN/analysis", "The folder to write figures, their data and report.html to."),
-    Option("figures", str, "all", "The figures to make, separated by commas."),
-    Option("human_eval", str | None, None, "Folder or .jsonl file of HumanEval, as the domain of code."),
-    Option("gsm8k", str | None, None, "Folder or .jsonl file of GSM8K, as the domain of math."),
-    Option("domain", str, None, "Held-out text of another domain, as NAME=SOURCE; may be repeated.", many=True),
+    Option("run", str, None, "Folders of runs or comparisons to analyse.", positional=True, required=True, many=True),
+    Option("out", str, "RUN/analysis", "Folder where the figures, their data and report.html are written."),
+    Option("figures", str, "all", "Figures to draw, separated by commas."),
+    Option("human_eval", str | None, None, "Folder or .jsonl file of HumanEval, which is used as the code domain."),
+    Option("gsm8k", str | None, None, "Folder or .jsonl file of GSM8K, which is used as the math domain."),
+    Option("domain", str, None, "Held-out text of another domain, given as NAME=SOURCE. May be repeated.", many=True),
     *TRACING,
 ]
 DESCRIPTION = (
-    "Make every figure of the paper from run folders: each as PNG, SVG and data, and all in one report.html.\n\n"
-    "Seeds of one method count as one run. An unfinished run is left out if its method has finished runs, and a "
-    "figure is left out if its runs are missing. The report says what is left out and why.\n\n"
+    "Draw every figure of the paper from run folders. Each figure is saved as PNG, SVG and data, and report.html shows "
+    "all of them.\n\nRuns that differ only in their seed count as one method. An unfinished run is left out if its "
+    "method has finished runs, and a figure is left out if it needs runs that are missing. The report lists what is "
+    "left out and why.\n\n"
     "Figures: " + ", ".join(study.name for study in FIGURES) + "."
 )
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Analyse the runs, and print the path of the report."""
+    """Analyse the runs and print the path of the report."""
     options = parse_all("et analyze", DESCRIPTION, OPTIONS, arguments)
     studies = chosen_studies(options["figures"])
     given = options["out"] != OPTIONS[1].default
@@ -55,7 +56,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def open_material(options: Mapping[str, Any], out: Path, display: Display) -> Material:
-    """Open the runs that `options` name; traces are kept in `out`. Raises ValueError if they cannot be traced."""
+    """Open the runs named in `options`. Traces are cached in `out`. Raises ValueError if a run cannot be traced."""
     domains = named_domains(options)
     selection = select_runs(find_runs(options["run"]))
     for path, reason in selection.left_out.items():
@@ -79,26 +80,26 @@ def open_material(options: Mapping[str, Any], out: Path, display: Display) -> Ma
 
 
 def named_domains(options: Mapping[str, Any]) -> dict[str, Domain]:
-    """Return the domains by name. Raises ValueError for a missing file, or a bad or repeated name."""
+    """Return the domains, keyed by name. Raises ValueError if a file is missing or a name is invalid or repeated."""
     domains: dict[str, Domain] = {}
     for flag, name in (("--human-eval", "code"), ("--gsm8k", "math")):
         source = options.get(flag[2:].replace("-", "_"))
         if source is not None:
             domains[name] = Domain(source, DOMAINS[name])
             if not expand(source).exists():
-                raise ValueError(f"{flag} {source}: does not exist; name its folder or .jsonl file")
+                raise ValueError(f"{flag} {source}: does not exist; give the folder or .jsonl file of the data set")
     for text in options.get("domain") or ():
         name, equals, source = text.partition("=")
         if not (equals and source and re.fullmatch(r"[\w-]+", name)):
             raise ValueError(f"--domain {text}: expected NAME=SOURCE, such as novels=DATA/novels")
         if name in (*domains, *DOMAINS.values(), *STREAMS):
-            raise ValueError(f"--domain {text}: the name {name} is taken; give another")
+            raise ValueError(f"--domain {text}: the name {name} is already taken; choose another name")
         domains[name] = Domain(source)
     return domains
 
 
 def chosen_studies(text: str) -> list[Study]:
-    """Return the studies that --figures names. Raises ValueError as `parse_names` does."""
+    """Return the studies named by --figures. Raises ValueError if a name is unknown."""
     if text == "all":
         return FIGURES
     known = {study.name: study for study in FIGURES}

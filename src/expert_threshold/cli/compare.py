@@ -33,7 +33,7 @@ from .run_options import Given, options_of_any_rule, parse_run, read_config_file
 
 
 def leaves_open(method: Method, path: str) -> bool:
-    """Return True if the method's rule has this option and the method does not fix it."""
+    """Return True if the method's rule has this option and the method does not set it itself."""
     option = path.removeprefix("rule.")
     return option in option_names(method.rule) and option not in method.options
 
@@ -50,38 +50,38 @@ OPTIONS = [
         "rules",
         str,
         PAPER,
-        "The methods to compare, as A,B; paper is the paper's methods, all adds every other rule and variant. Options "
-        "of a rule apply to the methods that do not fix them.",
+        "Methods to compare, given as A,B. The name paper selects the paper's methods, and all adds every other rule "
+        "and variant. An option of a rule applies to the methods that do not set it themselves.",
     ),
-    Option("seeds", Count, 1, "Number of runs per method, with seeds 0, 1, and so on."),
+    Option("seeds", Count, 1, "Number of runs for each method, with seeds 0, 1, and so on."),
     Option(
         "baseline",
         str,
         REFERENCE,
-        "Method that the others are compared with. Defaults to the first method if it is not among them.",
+        "Method that the others are compared with. If the default is not among --rules, the first method is used.",
     ),
-    Option("margin", Positive, MARGIN, "Nats per token within which a method counts as equivalent to the baseline."),
+    Option("margin", Positive, MARGIN, "Largest difference in nats per token at which methods count as equivalent."),
     Option(
         "tuned",
         str,
         None,
-        "A folder of et sweep, whose best options are used; may be repeated. A method without options there uses "
-        "the options of another method with the same rule.",
+        "Folder of a sweep whose best options are used. May be repeated. A method that was not tuned uses the best "
+        "options of another method with the same rule.",
         many=True,
     ),
     Option(
         "join",
         str,
         None,
-        "A folder of et compare to join; may be repeated. Trains nothing and writes tables of all runs to --out.",
+        "Folder of a comparison to join with others. May be repeated. Nothing is trained; tables are written to --out.",
         many=True,
     ),
-    Option("out", str, "runs/compare-PRESET", "Folder to create, or the folder of the comparison to continue."),
+    Option("out", str, "runs/compare-PRESET", "Folder to create, or folder of an existing comparison to continue."),
 ]
 
 
 def decided() -> set[str]:
-    """Return the options of a run that the methods and the seeds determine."""
+    """Return the options that the methods and seeds determine, which therefore have no flag."""
     every = methods().values()
     paths = (option.name for option in options_of_any_rule())
     closed = {path for path in paths if not any(leaves_open(method, path) for method in every)}
@@ -89,7 +89,7 @@ def decided() -> set[str]:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Train the unfinished runs, and print the tables."""
+    """Train the unfinished runs and print the tables."""
     given = parse_run("et compare", _description(), OPTIONS, arguments, without=decided())
     if "join" in given:
         _join(given)
@@ -121,19 +121,19 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _join(given: dict[str, Any]) -> None:
-    """Write and print tables of the runs of several comparisons."""
+    """Join several comparisons, and write and print their tables."""
     folders, out = given.pop("join"), given.pop("out", "runs/compare-joined")
     baseline, margin = given.pop("baseline", None), given.pop("margin", MARGIN)
     if given:
         flags = ", ".join(str(value) if name == "preset" else flag_of(name) for name, value in given.items())
-        raise ValueError(f"--join allows only --baseline, --margin and --out; leave out {flags}")
+        raise ValueError(f"--join can only be combined with --baseline, --margin and --out; leave out {flags}")
     findings = join(folders, baseline, margin)
     with opened(out, "joined comparison", JOINED) as folder:
         conclude(console_for_tables(), findings, folder, JOINED)
 
 
 def conclude(console: Console, findings: Findings, folder: Path, file: str) -> None:
-    """Write and print the tables, draw the page, and report where they are."""
+    """Write and print the tables, write the page, and print where the files are."""
     findings.write(folder, file)
     for head, lines, note in findings.tables(lambda text: f"[bold]{text}[/bold]"):
         console.print(table(head, lines))
@@ -143,20 +143,20 @@ def conclude(console: Console, findings: Findings, folder: Path, file: str) -> N
         figures = write_page(findings, folder)
         say(console, f"results in {folder}: compare.html, .md and .csv, {file}; {listed(figures)}, .png and .svg")
     except ValueError as missing:
-        say(console, f"results in {folder}, but no figure: {missing}")
+        say(console, f"results in {folder}, but without figures: {missing}")
 
 
 def chosen_methods(text: str, flag: str = "--rules") -> list[str]:
-    """Return the methods that the flag names, in the order of `methods`. Raises ValueError as `parse_names` does."""
+    """Return the methods named by the flag, in the order of `methods`. Raises ValueError if a name is unknown."""
     known = methods()
     names = list({PAPER: METHODS, ALL: known}.get(text, ())) or parse_names(flag, text, known)
     return [method for method in known if method in names]
 
 
 def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
-    """Return the file with the best options of each method.
+    """Return the path of the file with the best options for each method, keyed by method.
 
-    Raises ValueError if the sweeps have none for a method, or if a file cannot be read.
+    Raises ValueError if a method has no such file, if two sweeps tuned the same method, or if a file cannot be read.
     """
     known = methods()
     found: dict[str, Path] = {}
@@ -164,11 +164,11 @@ def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path
         files = {path.parent.name: path for path in Path(folder).glob("*/best.json")}
         if not files:
             raise ValueError(
-                f"--tuned {folder}: has no METHOD/best.json; name the folder of a sweep with finished trials"
+                f"--tuned {folder}: contains no METHOD/best.json; give the folder of a sweep with finished trials"
             )
         if twice := sorted(files.keys() & found.keys()):
             raise ValueError(
-                f"--tuned {folder}: {found[twice[0]].parent.parent} has {listed(twice)}, too; name one of the two"
+                f"--tuned {folder}: {found[twice[0]].parent.parent} also tuned {listed(twice)}; give only one of them"
             )
         found |= files
     chosen = {}
@@ -176,7 +176,7 @@ def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path
         kin = [name, *(other for other in known if known[other].rule == known[name].rule)]
         path = next((found[other] for other in kin if other in found), None)
         if path is None:
-            none = f"no best options of {name}; sweep it, or leave it out of --rules"
+            none = f"there are no best options for {name}; tune it, or leave it out of --rules"
             raise ValueError(f"--tuned {' '.join(folders)}: {none}")
         read_config_file(str(path), "--tuned")
         chosen[name] = path
@@ -184,17 +184,17 @@ def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path
 
 
 def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | None = None) -> dict[str, RunConfig]:
-    """Return the run of each method with seed 0. files: a file of options for each method, which flags override.
+    """Return the configuration of each method's run with seed 0. Raises ValueError if it cannot be trained or compared.
 
-    Raises ValueError for options that cannot be trained or compared.
+    files: a file of options for each method. Flags override these options.
     """
     if files and "config" in given:
-        raise ValueError(f"--config {given['config']}: --tuned gives each method its own file; leave one of them out")
+        raise ValueError(f"--config {given['config']}: --tuned already gives each method a file; leave one of them out")
     known = methods()
     of_rules = [path for path in given if path.startswith("rule.")]
     for path in of_rules:
         if not any(leaves_open(known[name], path) for name in names):
-            raise ValueError(f"{flag_of(path)} {given[path]}: not an option of {', '.join(names)}; leave it out")
+            raise ValueError(f"{flag_of(path)} {given[path]}: cannot be set for {', '.join(names)}; leave it out")
     configs = {}
     for name in names:
         method = known[name]
@@ -219,18 +219,18 @@ def require_shared_budget(configs: Mapping[str, RunConfig]) -> None:
         for option, value in mine.items():
             if value != shared[0][option]:
                 raise ValueError(
-                    f"--tuned: {name} has {option}={value!r} but {names[0]} has {shared[0][option]!r}; methods of one "
-                    "comparison share text, batch and trunk, so sweep them alike, or give the option here"
+                    f"--tuned: {name} has {option}={value!r} but {names[0]} has {shared[0][option]!r}; methods in a "
+                    "comparison must share text, batch and trunk; tune them with equal settings, or set the option here"
                 )
 
 
 def console_for_tables() -> Console:
-    """Return a console of the terminal's width, or one wide enough for tables if there is no terminal."""
+    """Return a console as wide as the terminal, or wide enough for the tables if there is no terminal."""
     return RunConsole(width=None if RunConsole().is_terminal else 120)
 
 
 def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """Return a table for the terminal. If it is narrow, names of methods wrap, but numbers never do."""
+    """Return a table for the terminal. In a narrow terminal, method names wrap, but numbers do not."""
     table = Table(headers[0], box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.columns[0].overflow = "fold"
     table.columns[0].min_width = min(12, max((len(line[0]) for line in lines), default=0))

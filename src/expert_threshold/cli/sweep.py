@@ -27,55 +27,55 @@ from .options import SHORT, Option, flag_of
 from .run_options import Given, options_of_any_rule, parse_run, read_config_file, resolve_run, start_of
 
 FACTOR = 8
-"""The default space: the current learning rates divided and multiplied by this."""
+"""By default, each learning rate is searched from its current value divided by this to its value multiplied by this."""
 RATES = ("optim.matrix_lr", "optim.embed_lr", "optim.head_lr", "optim.router_lr")
 SHARE, LEAST_STEPS, VALIDATIONS = 10, 100, 4
-"""By default a trial has a tenth of the preset's steps, but at least 100, and four validations."""
+"""By default, a trial runs a tenth of the preset's steps, but at least 100, and is validated four times."""
 
 NOT_SEARCHED = {
-    "rule.name": "compare methods with --methods",
+    "rule.name": "each method is tuned separately; choose the methods with --methods",
     "model.vocab_size": "the loss per token depends on the vocabulary",
-    "model.context": "validation depends on it",
-    "model.dispatch": "it does not change what is learned",
-    "train.batch_size": "all trials have the same number of tokens; sweep once for each --batch-size",
+    "model.context": "the validation loss depends on the context length",
+    "model.dispatch": "it selects how experts are computed and does not change the model",
+    "train.batch_size": "all trials use the same number of tokens; run a sweep for each --batch-size",
 }
-SHARED = "all trials share the text and the training loop; give it as a flag"
+SHARED = "all trials share the text and the training loop; set it with its flag"
 TRIALS = 24
 DESCRIPTION = (
-    "Search learning rates and other options for the lowest validation loss, separately per method, with optuna.\n\n"
-    "The first trial has the current options, the next seven cover the space evenly (Sobol), and later trials are near "
-    "good ones (TPE). After 0.4 of its steps, a trial is stopped once its best loss so far is above the median of the "
-    "other trials at that step. Repeat the command to continue a stopped sweep; increase --trials to add trials."
+    "Search for the learning rates and other options that give each method the lowest validation loss with optuna.\n\n"
+    "The first trial uses the current options, the next seven cover the space evenly (Sobol), and later trials are "
+    "drawn near good ones (TPE). After 40 % of its steps, a trial is stopped once its best loss is above the median of "
+    "the other trials. Run the command again to continue an interrupted sweep, or with more --trials to extend it."
 )
 OPTIONS = [
     Option(
         "methods",
         str,
         "expert_threshold",
-        "Methods to tune, each separately, as A,B; paper and all mean the same as in et compare.",
+        "Methods to tune separately, given as A,B. The names paper and all have the same meaning as in et compare.",
     ),
     Option(
         "space",
         str,
-        "learning rates within a factor of 8 of their values",
-        "Option to search, as optim.matrix-lr=LOW..HIGH, with :log for a logarithmic scale, or rule.gate=A|B|C. May be "
-        "repeated. An option of a rule is searched for the methods that have it.",
+        "learning rates within a factor of 8 of their current values",
+        "Option to search, such as optim.matrix-lr=LOW..HIGH or rule.gate=A|B|C. Append :log to a range for a "
+        "logarithmic scale. May be repeated. An option of a rule is searched only for methods that have it.",
         many=True,
     ),
     Option(
         "trials",
         Annotated[int, Bounds(least=1, most=100_000)],
         TRIALS,
-        "Trials per method, including existing ones.",
+        "Number of trials for each method, including existing trials.",
     ),
-    Option("minutes", Minutes | None, None, "Time limit in minutes: start no trial that would exceed it."),
-    Option("seeds", Count, 1, "Runs per trial, with seeds 1000, 1001, and so on; seeds of comparisons start at 0."),
-    Option("out", str, "runs/sweep-PRESET", "Folder to create, or the folder of the sweep to continue."),
+    Option("minutes", Minutes | None, None, "Time limit in minutes. No trial is started that would exceed it."),
+    Option("seeds", Count, 1, "Runs for each trial, with seeds 1000, 1001, and so on; comparisons start at 0."),
+    Option("out", str, "runs/sweep-PRESET", "Folder to create, or folder of an existing sweep to continue."),
 ]
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run the remaining trials, and print the best trial of each method."""
+    """Run the remaining trials and print the best trial of each method."""
     given = parse_run("et sweep", DESCRIPTION, OPTIONS, arguments, without=decided())
     require_optuna()
     names = chosen_methods(given.pop("methods", "expert_threshold"), "--methods")
@@ -104,7 +104,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def short_runs(given: Given) -> dict[str, int]:
-    """Return the steps of a trial and between validations, each unless a flag or a file gives it."""
+    """Return the steps of a trial and the validation interval, each unless a flag or the --config file sets it."""
     said = {*given, *(read_config_file(given["config"]) if "config" in given else ())}
     steps = resolve_run(given).train.steps
     added: dict[str, int] = {}
@@ -116,7 +116,7 @@ def short_runs(given: Given) -> dict[str, int]:
 
 
 def default_space(config: RunConfig) -> list[str]:
-    """Return entries that search each learning rate over a range around its current value."""
+    """Return --space entries that search each learning rate over a range around its current value."""
     return [
         f"{name}={value / FACTOR:.3g}..{value * FACTOR:.3g}:log"
         for name in RATES
@@ -126,7 +126,7 @@ def default_space(config: RunConfig) -> list[str]:
 
 
 def present_values(config: RunConfig, path: str) -> list[Any]:
-    """Return the value of an option in a run; for a learning rate of `none`, also the number that it stands for."""
+    """Return a list of the option's current value. An unset learning rate is followed by the rate that replaces it."""
     options = by_path(config.to_dict())
     if path not in options:
         return []
@@ -135,7 +135,7 @@ def present_values(config: RunConfig, path: str) -> list[Any]:
 
 
 def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict[str, Dimension]:
-    """Return the dimensions that the texts describe, by path. Raises ValueError for one that cannot be searched."""
+    """Parse --space entries into dimensions, keyed by path. Raises ValueError if an option cannot be searched."""
     paths = {short: path for path, short in SHORT.items()}
     known = {path for path in KINDS if path.startswith(("model.", "optim."))}
     known |= {option.name for option in options_of_any_rule()}
@@ -152,18 +152,18 @@ def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict
             remedy = did_you_mean(path, known - NOT_SEARCHED.keys(), "see et sweep --help-all")
             raise ValueError(f"--space {text}: option {path} is unknown; {remedy}")
         if path in space:
-            raise ValueError(f"--space {text}: {path} is searched twice; give it once")
+            raise ValueError(f"--space {text}: {path} is given twice; give it only once")
         if path in given:
             raise ValueError(f"{flag_of(path)} {given[path]}: --space searches {path}; leave one of them out")
         rules = [method.rule for name in names if leaves_open(method := all_methods()[name], path)]
         if path.startswith("rule.") and not rules:
-            raise ValueError(f"--space {text}: {path} is not an open option of {', '.join(names)}; leave it out")
+            raise ValueError(f"--space {text}: {path} cannot be set for {', '.join(names)}; leave it out")
         space[path] = read_entry(text, values, kinds(*rules[:1])[path])
     return space
 
 
 def read_entry(text: str, values: str, kind: Any) -> Dimension:
-    """Return the values to search of one option. Raises ValueError, quoting the text, for fewer than two."""
+    """Parse the values to search for one option. Raises ValueError, quoting `text`, if there are fewer than two."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if ".." not in values:
@@ -196,9 +196,9 @@ def _parsed(text: str, kind: Any, value: str) -> Any:
 
 
 def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable:
-    """Return a method with the part of the space that affects it. Raises ValueError if no part does.
+    """Return a method with the dimensions that affect it. Raises ValueError if there are none.
 
-    Also raises ValueError for a choice or an end of a range that the method rejects with its current options.
+    Also raises ValueError if the method rejects a choice or an end of a range while its other options are unchanged.
     """
     method = all_methods()[name]
     given = {path: value for path, value in given.items() if not path.startswith("rule.") or leaves_open(method, path)}
@@ -228,14 +228,14 @@ def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable
 
 
 def recommended(given: Given, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return these values, the given options and the method's own, for `et train --config`.
+    """Return these values, the given options and the method's fixed options, as a file for `et train --config`.
 
-    The length of the run, and what follows from the preset and from that length, are left out.
+    Options that follow from the preset are omitted, as are all training options other than the batch size.
     """
     tuned = by_path(configure({**given, **values}, [name])[name].to_dict())
     file = read_config_file(given["config"]) if "config" in given else ()
     own = (f"rule.{option}" for option in all_methods()[name].options)
-    # Chosen options stay even if they equal the preset's value, which may differ for a run of another length.
+    # Keep chosen options even if they equal the preset's values, which may be different for a longer run.
     chosen = {*given, *file, *values, *own, "rule.name"}
     kept = ("train.batch_size", "train.accumulation")
     return nested(
@@ -262,12 +262,12 @@ def introduce(console: Console, sweep: Sweep) -> None:
         seconds = sweep.estimate()
         text += f", up to {clock(seconds * left)} at {clock(seconds)} a trial, less if trials are pruned"
         if sweep.minutes is not None:
-            text += f"; no trial starts that would exceed {sweep.minutes:g} minutes"
+            text += f"; no trial is started that would exceed {sweep.minutes:g} minutes"
     say(console, text)
 
 
 def conclude(sweep: Sweep, given: Given) -> str:
-    """Write the results, even if the sweep was already finished, and the page; return lines that say where they are."""
+    """Write the results and the page, even if the sweep was already finished, and return lines that name the files."""
     folder = sweep.folder
     sweep.write()
     best = next((name for name in sweep.methods if (folder / name / "best.json").is_file()), None)
@@ -275,7 +275,7 @@ def conclude(sweep: Sweep, given: Given) -> str:
         write_page(folder / "sweep.html", sweep.result())
         where = f"results in {folder}: sweep.html and .json, METHOD/best.json"
     except ValueError as missing:
-        where = f"results in {folder}, but no page: {missing}"
+        where = f"results in {folder}, but without a page: {missing}"
     if best is None:
         return f"{where}\nno trial has finished; try smaller learning rates"
     preset, steps = given.get("preset", DEFAULT_PRESET), sweep.methods[best].config.train.steps

@@ -1,4 +1,4 @@
-"""Experiments of several runs: a folder that one process at a time works on, and that the same command can continue."""
+"""Experiments with several runs in one folder, which one process at a time uses and the same command continues."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ..train.log import Display, Title, clock
 
 OTHER_FOLDER = "restore it from a copy, or name another --out"
 OF_MACHINE = {"seed", "device", "threads", "train_shards"}
-"""The seed, and options that config.json contains in resolved form; runs of one method may differ in these."""
+"""The seed, and options that config.json stores in resolved form. Runs of one method may differ in these options."""
 
 
 class KnownText(NamedTuple):
-    """The text of earlier runs: the hashes of corpus and tokenizer, and its number of shards, as more may follow."""
+    """The text of earlier runs: the hashes of its corpus and tokenizer, and its number of shards, which may grow."""
 
     corpus: str
     tokenizer: str
@@ -36,9 +36,9 @@ class KnownText(NamedTuple):
 
 @contextmanager
 def opened(out: str, what: str, file: str) -> Iterator[Path]:
-    """Create or find the folder of an experiment, and lock it for this process; a new folder left empty is removed.
+    """Create or open the folder of an experiment and lock it for this process. A new folder left empty is removed.
 
-    what: the kind of experiment. file: its record in the folder. Raises ValueError if the folder exists without it.
+    what: the kind of experiment. file: the name of its record. Raises ValueError if a used folder lacks the record.
     """
     folder = Path(out)
     started = (folder / file).is_file()
@@ -54,9 +54,9 @@ def opened(out: str, what: str, file: str) -> Iterator[Path]:
 
 
 def options_by_path(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in the sections of a config.json by path, with their values in JSON, except `OF_MACHINE`.
+    """Return the options of a config.json as JSON values, keyed by path, without `OF_MACHINE`.
 
-    Derived options come last, so that an error names the option that was typed.
+    Derived options come last, so that an error names the option that the user typed.
     """
     options = {
         f"{section}.{name}": value
@@ -79,7 +79,7 @@ def require_same(now: Mapping[str, Any], before: Mapping[str, Any], out: Path) -
 
 
 def with_dtype(config: RunConfig, before: str | None) -> RunConfig:
-    """Return the run with `auto` replaced by the dtype of earlier runs, whatever the machine."""
+    """Return the configuration with dtype `auto` replaced by the dtype of earlier runs, or else of this machine."""
     train = config.train
     if train.dtype != "auto":
         return config
@@ -88,14 +88,14 @@ def with_dtype(config: RunConfig, before: str | None) -> RunConfig:
 
 
 def with_shards(config: RunConfig, known: KnownText | None) -> RunConfig:
-    """Return the run limited to the shards of earlier runs, since more may have been downloaded."""
+    """Return the configuration limited to the shards of earlier runs, since more may have been downloaded since."""
     if known is None or config.data.train_shards is not None:
         return config
     return replace(config, data=replace(config.data, train_shards=known.train_shards))
 
 
 def read_shared_text(config: RunConfig, known: KnownText | None, out: Path, console: Console) -> Text:
-    """Return the text of all new runs. Raises ValueError if it is unreadable, or differs from earlier runs."""
+    """Return the text that all new runs share. Raises ValueError if it is unreadable or not as before."""
     with Display(console) as display:
         text = read_text(config.model, with_shards(config, known).data, config.train, display)
     name = text.corpus.name
@@ -109,7 +109,7 @@ def read_shared_text(config: RunConfig, known: KnownText | None, out: Path, cons
 
 
 def run_title(label: str, start: float, seconds: Sequence[float], later: int) -> Title:
-    """Return the prefix of a run's progress lines. seconds: durations of earlier runs; later: number of later runs."""
+    """Return the prefix of a run's progress lines. seconds: durations of earlier runs. later: number of later runs."""
 
     def title(left: float | None) -> str:
         if left is None:

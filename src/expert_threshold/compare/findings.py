@@ -1,4 +1,4 @@
-"""Runs of a comparison, judged against a baseline, as tables in JSON, CSV and Markdown."""
+"""Compares the runs of a comparison with a baseline, and writes tables as JSON, CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def text_of(run: Run) -> KnownText:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Return the runs in folder/METHOD/seed_N, sorted by method in the usual order and by seed.
+    """Return the runs in folder/METHOD/seed_N, sorted by method, in the usual order, and by seed.
 
     Raises ValueError if a run is damaged.
     """
@@ -38,7 +38,7 @@ def read_runs(folder: Path) -> list[Run]:
             for section in (*SECTIONS, "corpus", "machine", "versions"):
                 opened.section(section)  # raises ValueError if a section is missing
             if (own := opened.config["train"].get("seed")) != seed:  # a copy would count as another seed
-                raise ValueError(f"{opened.path}: holds a run with seed {own}; remove it, or rename it to seed_{own}")
+                raise ValueError(f"{opened.path}: contains seed {own}; remove this run, or rename it to seed_{own}")
             with damaged(opened):
                 found.append(read_run(opened, path.parent.parent.name))
             _ = found[-1].result  # raises ValueError if a record is damaged
@@ -49,7 +49,7 @@ def read_runs(folder: Path) -> list[Run]:
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of finished runs and their comparison with a baseline. margin: of equivalence, in nats per token."""
+    """The results of finished runs and their comparison with a baseline. margin: of equivalence, in nats."""
 
     headline: str
     runs: Sequence[Run]
@@ -62,12 +62,12 @@ class Findings:
 
     @cached_property
     def judged(self) -> list[Judged]:
-        """Each method against the baseline. Seconds are compared only if all runs were made on one machine."""
+        """Each method compared with the baseline. Seconds are compared only if all runs used one machine."""
         machines = {tuple(run.config["machine"][name] for name in ("cpu", "gpu", "threads")) for run in self.runs}
         return judge(self.results, self.baseline, self.margin, timed=len(machines) < 2)
 
     def tables(self, emphasise: Callable[[str], str]) -> list[tuple[Sequence[str], list[list[str]], str]]:
-        """Return the head, the cells and the explanation of each table; the best losses go through `emphasise`."""
+        """Return the headings, cells and explanation of each table. The best losses are passed through `emphasise`."""
         return [
             (HEADERS, cells(summarise(self.results), emphasise), NOTES),
             (judgement.HEADERS, judged_cells(self.judged, self.baseline), ""),

@@ -1,4 +1,4 @@
-"""The second table of `et compare`: methods against a baseline, at equal tokens, equal FLOPs and equal seconds."""
+"""The second table of `et compare`: methods compared with a baseline at equal tokens, FLOPs and seconds."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LOADS = (
 
 @dataclass(frozen=True)
 class Judged:
-    """A method against the baseline, over the seeds that both have. Differences are None for the baseline itself.
+    """A method compared with the baseline over the seeds that both have. Differences are None for the baseline itself.
 
-    difference: of the last validation losses, in nats per token. at_flops, at_seconds: of the losses at the FLOPs and
-    the seconds of the cheaper run of each pair. flops: mean per run, by the fanout in training.
-    seconds: median training time. seconds_to_loss: median time to the baseline's last loss; None if a seed never
-    reached it. Fields that depend on seconds are None unless all runs were timed on one machine. corrected: the verdict
-    on the difference, corrected for the number of methods; None with one seed.
+    difference: difference between the last validation losses, in nats per token. at_flops, at_seconds: difference
+    between the losses at the FLOPs or seconds of the cheaper run of each pair. flops: mean FLOPs of a run, given its
+    fanout in training. seconds: median training time. seconds_to_loss: median time until the baseline's last loss is
+    reached, or None if a run never reached it. Fields that depend on seconds are None unless all runs were timed on
+    one machine. corrected: verdict after correction for the number of methods, or None for a single seed.
     """
 
     method: str
@@ -48,7 +48,7 @@ class Judged:
 
 
 def chosen_baseline(baseline: str | None, methods: Sequence[str]) -> str:
-    """Return the baseline's name. By default it is token choice, else the first method. Raises ValueError if absent."""
+    """Return the baseline, by default token choice or else the first method. Raises ValueError if it is missing."""
     if baseline is None:
         return REFERENCE if REFERENCE in methods else methods[0]
     if baseline not in methods:
@@ -57,7 +57,7 @@ def chosen_baseline(baseline: str | None, methods: Sequence[str]) -> str:
 
 
 def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, timed: bool = True) -> list[Judged]:
-    """Return each method that shares a seed with the baseline, in order of first occurrence."""
+    """Compare each method that shares a seed with the baseline, in order of first occurrence."""
     runs = {method: {run.seed: run for run in own} for method, own in by_method(results).items()}
     rows, family = [], dict[str, list[float]]()
     for method, own in runs.items():
@@ -91,7 +91,7 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
 
 
 def _minus(losses: Sequence[tuple[float | None, float | None]]) -> list[float] | None:
-    """Return the differences of paired losses; None if a loss is missing."""
+    """Return the differences between paired losses, or None if a loss is missing."""
     known = [mine - other for mine, other in losses if mine is not None and other is not None]
     return known if len(known) == len(losses) else None
 
@@ -99,7 +99,7 @@ def _minus(losses: Sequence[tuple[float | None, float | None]]) -> list[float] |
 def _at_equal(
     mine: Result, my_use: Sequence[float], other: Result, its_use: Sequence[float]
 ) -> tuple[float | None, float | None]:
-    """Return both losses where each run had used as much as the cheaper one did in total; None if one diverged."""
+    """Return both losses at the point where each run had used the total of the cheaper run, or None if one diverged."""
     if mine.loss is None or other.loss is None:
         return None, None
     limit = min(my_use[-1], its_use[-1])
@@ -107,7 +107,7 @@ def _at_equal(
 
 
 def loss_at(run: Result, used: Sequence[float], limit: float) -> float | None:
-    """Return the validation loss when `limit` was used, interpolated linearly; None before the first validation."""
+    """Return the validation loss once `limit` was used, interpolated linearly, or None before the first validation."""
     points = list(zip(used, (loss for _, loss in run.curve), strict=True))
     for (start, before), (end, after) in pairwise([points[0], *points]):
         if limit <= end * (1 + 1e-9):
@@ -156,7 +156,7 @@ def shown(difference: Difference | None) -> str:
 
 
 def load_cells(results: Sequence[Result]) -> list[list[str]]:
-    """Return the cells below `LOADS`, means over seeds."""
+    """Return the cells below `LOADS`, which are means over seeds."""
     lines = []
     for method, runs in by_method(results).items():
         names = ("load_spread", "fanout_trained", "unrouted", "gap")

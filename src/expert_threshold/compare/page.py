@@ -1,4 +1,4 @@
-"""compare.html: the figures of a comparison and its tables, whose columns can be sorted by clicking."""
+"""Writes compare.html, which shows the figures of a comparison and its tables, sortable by column."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERDICTS: dict[Verdict, str] = {"lower": METHODS[3], "equivalent": INK, "open": 
 
 
 def write_page(findings: Findings, folder: Path) -> list[str]:
-    """Write compare.html, and its main figures as files, too; return their names.
+    """Write compare.html, and save its main figures as files. Return the names of these figures.
 
     Raises ValueError if matplotlib is missing.
     """
@@ -57,7 +57,7 @@ def write_page(findings: Findings, folder: Path) -> list[str]:
 
 
 def curves(results: Sequence[Result], *, by_seconds: bool = False) -> Data:
-    """Return each method's mean losses over tokens, or over their mean seconds, where all its seeds were validated."""
+    """Return each method's mean loss over tokens, or mean seconds, wherever all of its seeds were validated."""
     methods = []
     for method, runs in by_method(results).items():
         losses = [dict(run.curve) for run in runs]

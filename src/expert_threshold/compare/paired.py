@@ -1,4 +1,4 @@
-"""Differences paired over seeds: their mean and its interval, a test of equivalence, and Holm's correction."""
+"""Statistics of differences paired by seed: mean, interval, test of equivalence and Holm's correction."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FEW = 6
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of paired differences with its 95 % interval by Student's t; both ends are None for a single pair.
+    """The mean of paired differences with its 95 % interval by Student's t. Both ends are None for a single pair.
 
-    verdict: equivalent if two one-sided tests at 5 % put the mean within the margin, that is, if its 90 % interval lies
-    within it; else lower or higher if the 95 % interval excludes 0; else open, as always for a single pair.
+    verdict: equivalent if two one-sided tests at 5 % place the mean within the margin, that is, if its 90 % interval
+    lies within the margin. Otherwise lower or higher if the 95 % interval excludes 0. A single pair is always open.
     """
 
     mean: float
@@ -60,13 +60,13 @@ def paired(differences: Sequence[float], margin: float) -> Difference:
 def corrected(family: Sequence[Sequence[float]], margin: float) -> list[Corrected]:
     """Return the verdicts on several methods' differences to one baseline, each paired over two or more seeds.
 
-    Holm's correction is applied to both tests of `paired`: the probability that any claim of a difference is wrong is
-    at most 5 %, and likewise for claims of equivalence. With fewer than FEW seeds, the same for all, errors are pooled.
+    Holm's correction is applied to both tests of `paired`, so that the probability that any claim of a difference
+    is wrong is at most 5 %, and likewise for claims of equivalence. Errors are pooled if seeds are equal and few.
     """
     errors = [(stdev(each) / len(each) ** 0.5, len(each) - 1) for each in family]
     seeds = {len(each) for each in family}
     if len(family) > 1 and len(seeds) == 1 and (count := seeds.pop()) < FEW:
-        # The baseline's own row: subtracting it changes each seed's effect alone, which the residuals do not contain.
+        # The row of zeros is the baseline. Subtracting it changes only seed effects, which the residuals exclude.
         spread, freedom = residual_spread([[0.0] * count, *family])
         errors = [(spread * (2 / count) ** 0.5, freedom)] * len(family)
     means = [mean(each) for each in family]

@@ -1,6 +1,6 @@
-"""Comparisons: methods trained with the same budget, data order and seeds. A comparison is a folder of runs.
+"""Comparisons of methods that are trained with the same budget, data order and seeds, as runs in one folder.
 
-Several comparisons can be joined into one table, in which runs are named by what differs.
+Several comparisons can be joined into one table, in which the names of methods include the sizes that differ.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ OF_EXPERTS = {
     *(f"model.{name}" for name in ("d_expert", "shared_experts", "gate_norm", "z_loss", "dense_layers")),
     *(f"optim.{name}" for name in ("router_lr", "expert_lr", "router_optimizer")),
 }
-"""Options without effect on a dense model."""
+"""Options that have no effect on a dense model."""
 
 
 def budget(train: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in these sections of a run in which all runs of a table must agree."""
+    """Return the options from these sections of a run that must be the same for all runs in a table."""
     shared = {name: train[name] for name in SHARED}
     return shared | {name: value for name, value in model.items() if name not in NOT_SHARED}
 
 
 def several_versions(runs: Sequence[Run]) -> str:
-    """Return a clause that lists the versions of this package that made the runs, if there are several."""
+    """Return a clause that lists the versions of this package that made the runs, or "" if there is only one."""
     versions = list(dict.fromkeys(str(run.config["versions"]["expert_threshold"]) for run in runs))
     return f"; made by several versions of expert-threshold: {listed(versions)}" if len(versions) > 1 else ""
 
@@ -78,10 +78,10 @@ class Comparison(NamedTuple):
             require_same(now | {"init_from": None}, before | {"init_from": run.config.get("init_from")}, self.folder)
 
     def train(self, console: Console) -> None:
-        """Train every unfinished run, all methods of one seed before the next seed; a run already started is resumed.
+        """Train or resume every unfinished run. All methods are trained with one seed before the next seed.
 
-        A run that diverges has no loss, and training continues with the next run. New runs share a text that is read
-        once. Raises KeyboardInterrupt if a signal stopped a run, and ValueError and OSError as `train` does.
+        If a run diverges, it has no loss, and training continues with the next run. All new runs share one text, which
+        is read once. Raises KeyboardInterrupt if a signal stopped a run, and ValueError and OSError as `train` does.
         """
         text: Text | None = None
         earlier = self.runs()
@@ -120,7 +120,7 @@ class Comparison(NamedTuple):
             self.write()
 
     def write(self) -> None:
-        """Write the tables of the runs finished so far."""
+        """Write the tables of all runs that have finished so far."""
         self.findings().write(self.folder, COMPARISON)
 
     def findings(self) -> Findings:
@@ -129,7 +129,7 @@ class Comparison(NamedTuple):
         return Findings(self.headline(runs), runs, self.baseline, self.margin)
 
     def headline(self, runs: Sequence[Run] = ()) -> str:
-        """Return a line on the text, the budget and the machines that made the runs (this machine without runs)."""
+        """Return a line with the text, the budget and the machines of the runs, or this machine without runs."""
         config = next(iter(self.configs.values()))
         cost, corpus = costs(config), Path(config.data.source).name
         here = machine(pick_device(config.train.device), config.train.threads)
@@ -149,14 +149,14 @@ def _dtype(runs: Sequence[Run]) -> str | None:
 
 
 def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
-    """Return the finished runs of several comparisons as one. baseline: None selects the usual baseline.
+    """Return the finished runs of several comparisons as one. baseline: None selects the default baseline.
 
-    Names of methods include the `sizes` in which they differ. A run in two folders is taken from the first. Raises
+    Method names include the `sizes` that differ. A run that is in two folders is taken from the first. Raises
     ValueError if a folder has no finished run or is named twice, if budgets or texts differ, if runs of the same name
     differ in their recipes, or if runs of the same name and seed differ in their losses.
     """
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
-        raise ValueError(f"--join: {listed(folders)} are not different folders; name each once")
+        raise ValueError(f"--join: {listed(folders)} are not different folders; give each folder once")
     runs: list[Run] = []
     headlines = []
     for folder in folders:
@@ -189,7 +189,7 @@ def _budget(run: Run) -> dict[str, Any]:
 
 
 def _recipe(run: Run) -> dict[str, Any]:
-    """Return the options of the optimizer, the model and the rule that have an effect."""
+    """Return those options of the optimizer, the model and the rule that have an effect."""
     left_out = {"model.dispatch", *(OF_EXPERTS if run.config["rule"]["name"] == DENSE else ())}
     every = options_by_path(run.config).items()
     return {path: value for path, value in every if not path.startswith(("train.", "data.")) and path not in left_out}

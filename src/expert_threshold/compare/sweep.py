@@ -1,4 +1,4 @@
-"""Sweeps: optuna searches each method's options for the lowest validation loss; one folder holds all trials."""
+"""Sweeps, in which optuna searches each method's options for the lowest validation loss, in one folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SWEEP = "sweep.json"
 STUDIES = "studies.jsonl"
 """The name of optuna's journal in the folder, which has a line of JSON for each event."""
 SEED = 1000
-"""The seed of the sampler, and the first seed of each trial's runs; seeds of comparisons start at 0."""
+"""The seed of the sampler, and the first seed of each trial's runs. Comparisons start with seed 0 instead."""
 SPREAD = 8
 """The number of first trials, which cover the space evenly; later trials are drawn near good ones."""
 UNPRUNED, FIRST = 5, 0.4
@@ -59,9 +59,9 @@ Options = Mapping[str, Any]
 
 
 class Dimension(NamedTuple):
-    """The values to search of one option. text: as typed. distribution: optuna's, over numbers or texts of choices.
+    """The values of one option to search. text: the values as typed. values: the choices, keyed by their text.
 
-    values: the values of choices by their texts.
+    distribution: the optuna distribution over numbers or the texts of choices.
     """
 
     text: str
@@ -76,14 +76,14 @@ class Dimension(NamedTuple):
         return tuple(self.values.values()) or (self.distribution.low, self.distribution.high)
 
     def drawn(self, value: Any) -> Any:
-        """Return what optuna draws for this value; None if it is outside the space."""
+        """Return what optuna draws for this value, or None if the value is outside the space."""
         if self.values:
             return next((text for text, known in self.values.items() if known == value), None)
         low, high = self.ends
         return value if isinstance(value, int | float) and low <= value <= high else None
 
     def at(self, share: float) -> Any:
-        """Return the choice or number that has this share (below 1) of the choices or of the range below it."""
+        """Return the choice or number at this quantile (below 1) of the choices or of the range."""
         if self.values:
             return list(self.values)[int(share * len(self.values))]
         low, high = self.ends
@@ -95,7 +95,7 @@ Space = Mapping[str, Dimension]
 
 
 def spread(space: Space, number: int) -> dict[str, Any]:
-    """Return what is drawn for each option at point `number` (from 0) of a scrambled Sobol sequence over the space."""
+    """Return the draw for each option at point `number`, from 0, of a scrambled Sobol sequence over the space."""
     shares = SobolEngine(len(space), scramble=True, seed=SEED).fast_forward(number).draw(1, dtype=torch.float64)[0]
     return {name: entry.at(share) for (name, entry), share in zip(space.items(), shares.tolist(), strict=True)}
 
@@ -104,9 +104,9 @@ class Trial(NamedTuple):
     """One choice of options and its outcome.
 
     state: finished, pruned (its best loss so far was above the median of the others), diverged, or refused (its options
-    contradict each other or need too much memory). options: values by name; texts for choices. loss: final loss in nats
-    per token, the mean over seeds; None unless finished. curve: (step, validation loss) of the first seed; empty if the
-    loss was copied from an earlier trial with the same options. present: True for the current options.
+    contradict each other or need too much memory). options: values or texts of choices, keyed by name. loss: final loss
+    in nats per token, averaged over seeds, or None unless finished. curve: (step, validation loss) of the first seed,
+    empty if the loss was copied from an earlier trial with the same options. present: True for the current options.
     """
 
     trial: int  # from 1
@@ -120,14 +120,14 @@ class Trial(NamedTuple):
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """Return the finished trial with the lowest loss, the first if several tie; None if no trial has finished."""
+    """Return the first finished trial with the lowest loss, or None if no trial has finished."""
     return min((trial for trial in trials if trial.loss is not None), key=lambda trial: trial.loss or 0.0, default=None)
 
 
 class Tunable(NamedTuple):
-    """A method to tune. config: its run with the current options. present: what is drawn for those in the space.
+    """A method to tune. config: its configuration with the current options. present: the draws for these options.
 
-    configure: returns the run with other values, or raises ValueError for values that contradict each other.
+    configure: returns a configuration with other values. Raises ValueError for values that contradict each other.
     """
 
     config: RunConfig
@@ -138,7 +138,7 @@ class Tunable(NamedTuple):
 
 
 def require_optuna() -> None:
-    """Raise ValueError with the remedy if optuna is missing; silence its messages about each trial."""
+    """Raise ValueError with the remedy if optuna is missing, and silence its messages about trials."""
     try:
         import optuna
     except ImportError:
@@ -148,15 +148,15 @@ def require_optuna() -> None:
 
 @dataclass
 class Sweep:
-    """A study of each method in one folder.
+    """A sweep over several methods, with a study for each, in one folder.
 
     FOLDER/sweep.json, sweep.html     all trials, and the best ones
     FOLDER/METHOD/best.json           the best options, for `et train --config`
     FOLDER/METHOD/trial_001/seed_1000 a run folder without checkpoints
     FOLDER/studies.jsonl              optuna's journal
 
-    trials: number per method. seeds: runs per trial. minutes: time limit of this session; None means no limit. start:
-    what the options start from.
+    trials: number of trials per method. seeds: number of runs per trial. minutes: time limit of this session, or None
+    for no limit. start: a description of what the options start from.
     """
 
     folder: Path
@@ -176,9 +176,9 @@ class Sweep:
         self._config = next(iter(self.methods.values())).config  # what all runs share except the rule and the space
 
     def begin(self, console: Console) -> None:
-        """Open the studies. A new sweep reads its text first, so that nothing is written if that fails.
+        """Open the studies. A new sweep reads its text first, so that nothing is written if reading fails.
 
-        Raises ValueError naming an option that differs from what the sweep was started with.
+        Raises ValueError if an option differs from the value that the sweep was started with.
         """
         path = self.folder / SWEEP
         if path.exists():
@@ -202,13 +202,13 @@ class Sweep:
         self._studies = {name: self._study(name, storage) for name in self.methods}
 
     def _options(self) -> dict[str, Any]:
-        """Return what all trials share except the rule, by name or path."""
+        """Return the options that all trials share except the rule, keyed by name or path."""
         paths = options_by_path(self._config.to_dict()).items()
         shared = {path: value for path, value in paths if not path.startswith("rule.")}
         return {**self.start, "space": self.space, "seeds": self.seeds, **shared}
 
     def _study(self, method: str, storage: JournalStorage) -> Study:
-        """Return the method's study. Trials that a killed process left behind, started or not, do not count."""
+        """Return the method's study. Trials that a killed process left unfinished do not count."""
         import optuna
 
         steps = self.methods[method].config.train.steps
@@ -221,7 +221,7 @@ class Sweep:
         return study
 
     def results(self, method: str) -> list[Trial]:
-        """Return the trials so far, in order, without interrupted ones."""
+        """Return the trials so far in order, excluding interrupted trials."""
         from optuna.trial import TrialState
 
         found = self._studies[method].get_trials(deepcopy=False, states=[TrialState.COMPLETE, TrialState.PRUNED])
@@ -240,7 +240,7 @@ class Sweep:
         ]
 
     def left(self) -> list[tuple[str, int]]:
-        """Return the method and the number of each remaining trial: the methods take turns."""
+        """Return (method, number) of each remaining trial. The methods take turns."""
         made = {method: len(self.results(method)) for method in self.methods}
         return [(method, n) for n in range(1, self.trials + 1) for method in self.methods if n > made[method]]
 
@@ -251,7 +251,7 @@ class Sweep:
         return float(3600 * costs(config)["tokens"] / an_hour * self.seeds)
 
     def run(self, console: Console) -> None:
-        """Run the remaining trials. Raises KeyboardInterrupt after a signal; the trial in progress is lost."""
+        """Run the remaining trials. A signal raises KeyboardInterrupt, and the trial in progress is lost."""
         start, seconds = time.monotonic(), list[float]()
         plan = self.left()
         for place, (method, number) in enumerate(plan):
@@ -283,15 +283,15 @@ class Sweep:
         say(console, f"{name}  {outcome}{best_text}  {options}  {clock(trial.seconds)}, {clock(left)} left")
 
     def _make(self, method: str, number: int, shown: Status | None) -> None:
-        """Run one trial and report it to its study; an interrupted trial does not count.
+        """Run one trial and report its outcome to its study. An interrupted trial does not count.
 
-        A trial with the same options as an earlier one copies its loss, since runs are exactly reproducible.
+        If an earlier trial had the same options, its loss is copied, since runs are exactly reproducible.
         """
         import optuna
         from optuna.trial import TrialState
 
         study, (_, space, present, configure, _) = self._studies[method], self.methods[method]
-        # Each trial has its own sampler, so that a continued study draws the same as an uninterrupted one.
+        # Each trial has its own sampler, so that a continued study draws the same values as an uninterrupted one.
         study.sampler = optuna.samplers.TPESampler(seed=SEED + number, n_startup_trials=SPREAD, constant_liar=False)
         has_present = len(present) == len(space)
         is_present = has_present and number == 1
@@ -331,13 +331,13 @@ class Sweep:
     def _train(
         self, config: RunConfig, method: str, number: int, seed: int, trial: Asked, shown: Status | None
     ) -> float:
-        """Return the last validation loss of one run of a trial. Raises TrialPruned and DivergedError."""
+        """Return the last validation loss of one run of a trial. Raises TrialPruned or DivergedError."""
         import optuna
 
         path = self._trial_path(method, number) / f"seed_{SEED + seed}"
         shutil.rmtree(path, ignore_errors=True)  # left by an interrupted trial
         steps = config.train.steps
-        # Save only what `train` writes at the end, which is deleted afterwards too.
+        # Save only what `train` always saves at the end; it is deleted afterwards.
         every: dict[str, Any] = {
             "dtype": self._config.train.dtype,
             "checkpoint_every": None,
@@ -378,7 +378,7 @@ class Sweep:
         return self.folder / method / f"trial_{number:03d}"
 
     def write(self) -> None:
-        """Write sweep.json, and best.json for each method with a finished trial."""
+        """Write sweep.json, and best.json for each method that has a finished trial."""
         replace_json(self.folder / SWEEP, self.result())
         for name, method in self.methods.items():
             best = best_of(self.results(name))
@@ -417,7 +417,7 @@ class Sweep:
 
 
 def open_journal(path: Path) -> JournalStorage:
-    """Return optuna's storage in a file, from which an unfinished last line of a killed process is removed.
+    """Open optuna's storage in a file after removing an unfinished last line that a killed process left.
 
     Raises ValueError if the file is damaged.
     """

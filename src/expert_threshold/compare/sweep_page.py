@@ -1,4 +1,4 @@
-"""The page of a sweep: each method's best options and trials, and the loss over each option."""
+"""The page of a sweep, with the best options and trials of each method, and the loss over each option."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NATS = text("Nats per token, in validation.")
 HEAD = ("method", "trials", "best loss", "current loss", "option", "best")
 STATES = ("finished", "pruned", "diverged", "refused")
 MOST = 0.6
-"""The share of the losses, from the best up, that sets the scale of a figure; failed trials would flatten it."""
+"""The share of the losses, from the best up, that sets a figure's scale, so that failed trials do not flatten it."""
 ROOM = 0.02
 """The minimum range of losses, in nats per token, that a figure shows."""
 
@@ -55,7 +55,7 @@ def figures(study: Mapping[str, Any]) -> Iterator[Exhibit]:
 
 
 def best_rows(studies: Mapping[str, Any]) -> list[list[str]]:
-    """Return the cells below `HEAD`: a row for each option of each method."""
+    """Return the cells below `HEAD`, with a row for each option of each method."""
     rows = []
     for name, study in studies.items():
         states = [trial["state"] for trial in study["trials"]]
@@ -68,7 +68,7 @@ def best_rows(studies: Mapping[str, Any]) -> list[list[str]]:
 
 
 def trials(name: str, study: Mapping[str, Any]) -> str:
-    """Return a table of all trials, collapsed."""
+    """Return a collapsed table of all trials."""
     options = list(study["options"])
     rows = [
         [
@@ -97,7 +97,7 @@ def draw_curves(study: Mapping[str, Any]) -> Figure:
 
 
 def draw_options(study: Mapping[str, Any]) -> Figure:
-    """Draw the loss over each option, with a dot for each trial, or a triangle at the upper edge if it is beyond."""
+    """Draw the loss over each option, with a dot for each trial or, beyond the upper edge, a triangle at the edge."""
     options, best = study["options"], study["best"]
     trials = [trial for trial in study["trials"] if trial["loss"] is not None]
     losses = sorted(trial["loss"] for trial in trials)
