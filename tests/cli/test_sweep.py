@@ -315,7 +315,7 @@ def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_agai
         (["--space", "optim.matrix_lr=0.1"], ["nothing to search", "two or more"]),
         (["--space", "optim.matrix_lr=0.1|0.1"], ["nothing to search"]),
         (["--space", "optim.matrix_lr=0.1|0.2|1e-1"], ["nothing to search", "two or more different values"]),
-        (["--space", "train.batch_size=1|2"], ["batch_size cannot be searched", "sweep once for each --batch-size"]),
+        (["--space", "train.batch_size=1|2"], ["batch_size cannot be searched", "run a sweep for each --batch-size"]),
         (["--space", "train.steps=1..9"], ["train.steps cannot be searched, since all trials share the text"]),
         (["--space", "optim.matrix_lr=0.1..0.1"], ["nothing to search", "0.1 is not below 0.1"]),
         (["--space", "optim.weight_decay=0..0.1:log"], ["must start above 0"]),
@@ -332,7 +332,7 @@ def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_agai
         (["--space", "optim.orthogonalizer=newton_schulz..svd"], ["expected newton_schulz or polar_express, not svd"]),
         (["--space", "optim.head_lr=1..2", "--space", "optim.head-lr=1..3"], ["head_lr is given twice"]),
         (["--space", "optim.head_lr=0.1..1", "--optim.head-lr", 0.1], ["--optim.head-lr 0.1", "leave one of them out"]),
-        (["--space", "rule.balance=aux|none"], ["balance=aux|none", "not an open option of expert_threshold"]),
+        (["--space", "rule.balance=aux|none"], ["balance=aux|none", "cannot be set for expert_threshold"]),
         (
             ["--space", "optim.router_lr=0.1..1", "--methods", "dense,relu"],
             ["no option of method dense", "leave dense out"],

@@ -1,4 +1,4 @@
-"""The output of `et analyze`: files for each figure, and a page that shows all figures, each with a sentence."""
+"""Writes the output of `et analyze`: the files of each figure, and a page that shows all figures with captions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def write_atlas(material: Material, out: Path, studies: Sequence[Study], say: Ca
 
 
 def save(study: Study, material: Material, out: Path, partly: list[Exhibit]) -> tuple[str, Figure]:
-    """Draw and save a figure with its data; return its sentence, too. Omitted methods are added to `partly`."""
+    """Draw a figure and save it with its data. Return its caption and the figure. Omitted methods go to `partly`."""
     content = to_json(plain(study.compute(material)), indent=1)
     data = json.loads(content)  # draw from the same rounded numbers as the file
     replace_file(out / f"{study.name}.json", (content + "\n").encode())
@@ -88,7 +88,7 @@ def save(study: Study, material: Material, out: Path, partly: list[Exhibit]) -> 
 
 
 def _incomplete(material: Material) -> str:
-    """Return paragraphs on the runs left out and on the unfinished runs that are shown."""
+    """Return paragraphs that list the runs left out and the unfinished runs that are shown."""
     _, left_out, unfinished = material.selection
     parts = {f"{counted(len(left_out), 'run')} left out": left_out, "Unfinished, shown as far as they got": unfinished}
     lines = {what: "; ".join(f"{path}: {why}" for path, why in runs.items()) for what, runs in parts.items()}
@@ -96,7 +96,7 @@ def _incomplete(material: Material) -> str:
 
 
 def _results(material: Material) -> str:
-    """Return the results of each method, as the table of `et compare`."""
+    """Return the results of each method in the same table as `et compare`."""
     results = [run.result for run in material.runs if run.result is not None]
     if not results:
         return ""

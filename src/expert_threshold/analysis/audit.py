@@ -32,13 +32,13 @@ CHANGES = {"neighbours": "neighbours in the batch", "chunks": "chunks of the pre
 
 
 class Layer(NamedTuple):
-    """The use of a layer's experts. router: its name.
+    """How a layer uses its experts. router: the name of the router.
 
-    load: tokens of each expert, by text. spread: largest load / mean load. entropy: of the loads, 1 if all are equal.
-    dead: experts without tokens. fanout_counts: number of tokens by fanout. drift: change of an expert's mean score
-    between the halves of a text, in its standard deviations, root mean square over experts. pairs: (expert, expert,
-    shared tokens, ratio to the number expected if experts chose independently) with a ratio above 1. information: bits
-    about the text in the expert of a token.
+    load: tokens of each expert, keyed by text. spread: largest load / mean load. entropy: entropy of the loads, which
+    is 1 if all are equal. dead: experts without tokens. fanout_counts: number of tokens with each fanout. drift: change
+    of an expert's mean score between the halves of a text, in standard deviations, as a root mean square over experts.
+    pairs: (expert, expert, shared tokens, ratio to the number expected if experts chose independently) for ratios
+    above 1. information: bits of information that a token's expert gives about the text.
     """
 
     router: str
@@ -54,7 +54,7 @@ class Layer(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """The findings about one model. dtype: the precision in which causality was tested."""
+    """The findings of an audit of one model. dtype: the precision in which causality was tested."""
 
     model: str
     training: bool
@@ -97,7 +97,7 @@ class Audit(NamedTuple):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the findings, with the verdict, as JSON-compatible types."""
+        """Return the findings and the verdict as JSON-compatible types."""
         layers, checks = ([part._asdict() for part in parts] for parts in (self.layers, self.checks))
         facts = {"leaks": self.leaks, "verdict": self.verdict, **self._asdict()}
         return dict(plain(facts | {"checks": checks, "layers": layers}))
@@ -113,11 +113,11 @@ def audit(
     name: str = "model",
     progress: Progress = lambda what: lambda done, total: None,
 ) -> Audit:
-    """Audit a causal language model, ours or from transformers; the model keeps its mode.
+    """Audit a causal language model of this package or of transformers. Its training mode is restored afterwards.
 
-    tokenizer: encodes a text into ids. texts: documents by the name of the text. tokens: number of tokens to measure
-    loads on, divided among the texts. training: route as in training; dropout stays off. Raises ValueError if the model
-    returns no logits or its logits are random, or if a text is too short.
+    tokenizer: encodes text into token ids. texts: the documents of each text, keyed by name. tokens: number of tokens
+    on which loads are measured, divided among the texts. training: route as in training, but without dropout. Raises
+    ValueError if the model returns no logits, if its logits are random, or if a text is too short.
     """
     start = [tokenizer.bos] if isinstance(tokenizer, Tokenizer) else []
     ids: dict[str, Tensor] = {}
@@ -147,7 +147,7 @@ def _context(model: nn.Module) -> int:
 
 @contextmanager
 def _mode(model: nn.Module, tokens: Tensor, training: bool) -> Iterator[None]:
-    """Put the model into evaluation mode; if training, put the MoE layers into training mode, without dropout."""
+    """Put the model into evaluation mode. If `training`, put its MoE layers into training mode without dropout."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -169,7 +169,7 @@ def measure(
     context: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Layer]:
-    """Return the use of experts in every layer with a router. ids: tokens by text, which this cuts into windows."""
+    """Return how each layer with a router uses its experts. ids: tokens, keyed by text, which are cut into windows."""
     sums: dict[str, _Sums] = {}
     texts = {}
     for text, tokens in ids.items():
@@ -201,7 +201,7 @@ class _Sums:
         )  # tokens, scores, squares of scores; half; expert
 
     def add(self, text: str, scores: Tensor, assignment: Tensor, late: Tensor) -> None:
-        """late: (tokens,), True in the second half of the text."""
+        """Add tokens of a text. late: (tokens,), True in the second half of the text."""
         self.load[text] += assignment.sum(0)
         self.fanouts += torch.bincount(assignment.sum(1), minlength=len(self.fanouts))
         self.together += assignment.double().T @ assignment.double()

@@ -20,7 +20,7 @@ CAUSALITY = (
     "For each change there are positions that it must not affect. A position counts as changed if a logit changes by "
     "more than rounding could explain, or, in float64, if the token goes to other experts."
 )
-LOADS = "The tokens of each expert divided by the mean of its layer, in each text. Grey: no tokens."
+LOADS = "The load of each expert in each text, divided by the mean load of its layer. Grey cells have no tokens."
 LAYERS = (
     "Entropy is the entropy of the loads, 1 if all are equal. Drift is how much the mean score of an expert changes "
     "between the halves of a text, in standard deviations. Bits are the information about the text in the expert of a "

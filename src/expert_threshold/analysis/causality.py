@@ -1,6 +1,6 @@
-"""Black-box test of a language model's causality: inputs that must not matter are changed, and logits compared.
+"""Black-box test of a language model's causality, which changes inputs that must not matter and compares logits.
 
-If memory allows, the model is computed in float64: then kernels for other batch sizes differ by far less than any leak,
+If memory allows, the model runs in float64, so that kernels for different batch sizes differ by far less than any leak
 and no choice of experts depends on rounding.
 """
 
@@ -31,10 +31,10 @@ Results = dict[str, Tensor]
 
 
 def routing_of(module: Any, output: Any) -> tuple[Tensor, Tensor] | None:
-    """Return scores and assignment, both (tokens, experts), if this is the output of a router, else None.
+    """Return scores and assignment, both (tokens, experts), or None if this is not a router's output.
 
-    Our routers return a `Routing`. Routers of transformers return a tuple of scores (tokens, experts), weights and ids
-    (tokens, K), or, as in Switch, of scores and a mask of experts.
+    Routers of this package return a `Routing`. Routers of transformers return a tuple of scores (tokens, experts),
+    weights and expert ids (tokens, K), or, in the Switch Transformer, a tuple of scores and a mask of experts.
     """
     if isinstance(output, Routing):
         experts = module.rule.num_experts  # null slots and null scores follow the experts
@@ -56,7 +56,7 @@ def routing_of(module: Any, output: Any) -> tuple[Tensor, Tensor] | None:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
-    """Record the scores and assignments of each router in every forward within the context, by name in layer order."""
+    """Record each router's scores and assignments in every forward pass, keyed by router name in layer order."""
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def note(name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -72,7 +72,7 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]
 
 
 def forward(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the logits of tokens (rows, time). mask: False for padding, which does not count in positions."""
+    """Return the logits for tokens (rows, time). mask: False for padding, which is not counted in positions."""
     accepted = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {}
     if mask is not None:
@@ -88,7 +88,7 @@ def forward(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def forward_in_chunks(model: Any, tokens: Tensor, cuts: Sequence[int]) -> Tensor:
-    """Return the logits of tokens (rows, time), computed in several forwards with a cache."""
+    """Return the logits of tokens (rows, time), computed in several forward passes with a cache."""
     chunks = tokens.tensor_split(list(cuts), 1)
     if isinstance(model, GPT):
         cache = model.new_cache(*tokens.shape)
@@ -107,7 +107,7 @@ def forward_in_chunks(model: Any, tokens: Tensor, cuts: Sequence[int]) -> Tensor
 
 
 class _Exact(TorchDispatchMode):
-    """Computes in float64 what a model itself casts to a lower precision, such as norms, softmax and scores."""
+    """Computes in float64 even what the model casts to a lower precision, such as norms, softmax and scores."""
 
     def __enter__(self) -> _Exact:
         self.default = torch.get_default_dtype()
@@ -129,7 +129,7 @@ class _Exact(TorchDispatchMode):
 class Check(NamedTuple):
     """The effect of one change on positions that it must not affect. largest: the largest change of a logit there.
 
-    routers: the number of these positions whose experts changed, by router. reason: why the check could not run.
+    routers: the number of these positions whose experts changed, keyed by router. reason: why the check did not run.
     """
 
     what: str
@@ -141,10 +141,10 @@ class Check(NamedTuple):
 
 
 class Probe:
-    """A model with the tokens (rows, time) that it is tested on; `base` holds its results for the unchanged tokens.
+    """A model and the tokens (rows, time) on which it is tested. `base` is its result for the unchanged tokens.
 
-    Computes in float64 if the weights fit into half of the memory, else in the model's own dtype. Raises ValueError if
-    logits are NaN or random.
+    The model runs in float64 if its weights fit into half of the memory, and in its own dtype otherwise. Raises
+    ValueError if logits are NaN or random.
     """
 
     def __init__(self, model: nn.Module, tokens: Tensor) -> None:
@@ -174,7 +174,7 @@ class Probe:
             self.model, self.exact = model, False
 
     def see(self, compute: Callable[[Any], Tensor]) -> Results:
-        """Return the logits that `compute` returns, and the assignments made meanwhile."""
+        """Return the logits that `compute` returns and the assignments that routers make in the meantime."""
         # inference_mode would hide the casts inside composite operations
         with torch.random.fork_rng(), torch.no_grad(), watched(self.model) as found:
             torch.manual_seed(self.seed)
@@ -186,8 +186,8 @@ class Probe:
 
     def _measure_tolerance(self) -> float:
         """Return a bound on the effect of rounding: 4 × the largest change of a logit when the output of each module is
-        off by one unit in the last place. In float64 it is float32's, since constants may be stored in float32. Leaks
-        do not enter, since tokens, batch and shapes stay the same.
+        off by one unit in the last place, which is that of float32 even in float64, since constants may be stored in
+        float32. Leaks do not raise the bound, since tokens, batch and shapes stay the same.
         """
         step = torch.finfo(torch.float32 if self.exact else self.dtype).eps
         generator = torch.Generator().manual_seed(0)
@@ -214,7 +214,7 @@ class Probe:
         return torch.where(new == old, 0, (new - old).abs()).amax(-1).nan_to_num(nan=torch.inf)
 
     def _trials(self) -> Iterator[tuple[str, Callable[[Any], Tensor], Callable[[Tensor], Tensor], Tensor]]:
-        """Yield each change's name, its forward, a function that aligns results with `base`, and where to compare."""
+        """Yield each change's name, forward, function that aligns results with `base`, and positions to compare."""
         tokens, other, rows, time = self.tokens, self.other, *self.tokens.shape
         place = torch.arange(time, device=tokens.device).expand(rows, time)
         row = torch.arange(rows, device=tokens.device)[:, None].expand(rows, time)
@@ -222,7 +222,7 @@ class Probe:
         def given(tokens: Tensor, mask: Tensor | None = None) -> Callable[[Any], Tensor]:
             return partial(forward, tokens=tokens, mask=mask)
 
-        for mine in (row == 0, row == rows - 1):  # one row, since changes in other rows are changes of neighbours
+        for mine in (row == 0, row == rows - 1):  # change one row, since other rows would be changed neighbours
             for cut in (time // 4, time // 2, time - 1):
                 earlier = mine & (place < cut)
                 yield "later tokens", given(tokens.where(earlier | ~mine, other)), Tensor.clone, earlier
@@ -265,7 +265,7 @@ class Probe:
 
 
 def _memory(device: torch.device) -> float:
-    """Return the bytes of memory on a device that supports float64, else 0."""
+    """Return the memory of a device in bytes, or 0 if it does not support float64."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if device.type == "cpu" else 0.0

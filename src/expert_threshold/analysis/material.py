@@ -1,4 +1,4 @@
-"""The inputs of figures: runs, and cached traces of their checkpoints over fixed token streams."""
+"""The inputs of figures: runs, and cached traces of their checkpoints on fixed token streams."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PASSAGE = 384
 
 
 class Domain(NamedTuple):
-    """A text to compare experts on. known_as: the name of the question set; empty for a user's own text."""
+    """A text on which experts are compared. known_as: the name of the question set, or "" for a user's own text."""
 
     source: str
     known_as: str = ""
@@ -48,9 +48,9 @@ class Domain(NamedTuple):
 
 @dataclass
 class Material:
-    """Runs and their traces on texts. Traces are cached in `folder` by weights and tokens.
+    """Runs and their traces on texts. Traces are cached in `folder` for each checkpoint and stream.
 
-    source: the text to trace all runs on, `tokens` of it; None uses each run's own validation split. domains: by name.
+    source: the text on which all runs are traced, or None for each run's own validation split. tokens: how many.
     """
 
     selection: Selection
@@ -76,7 +76,7 @@ class Material:
 
     @cached_property
     def compared(self) -> list[list[Run]]:
-        """The runs of each method, without ablations of the shared expert or the norm unless there is nothing else."""
+        """The runs of each method. Ablations of the shared expert or the norm are included only if nothing else is."""
         every = list(self.methods.values())
         return [runs for runs in every if runs[0].model.shared_experts and not runs[0].model.gate_norm] or every
 
@@ -95,35 +95,35 @@ class Material:
 
     @property
     def focus(self) -> Run:
-        """The run for figures that show one run: preferably with cutoffs, then one that is causal in training."""
+        """The run for figures that show one run: preferably with cutoffs, and then causal in training."""
         return min(self.routed, key=lambda run: (not run.has_cutoffs, run.rule.looks_ahead))
 
     def each(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
-        """Yield the items and report progress after each."""
+        """Yield the items, and report progress after each one."""
         progress = self.progress(what)
         for done, item in enumerate(items, start=1):
             yield item
             progress(done, len(items))
 
     def read_domains(self) -> None:
-        """Open the text of every domain, to fail before any work is done. Raises ValueError as `open_held_out` does."""
+        """Open the text of every domain, so that errors come first. Raises ValueError as `open_held_out` does."""
         for domain in self.domains.values():
             self._opened(domain.source, open_held_out)
 
     def trace(self, run: Run, stream: str = "validation", step: int | None = None) -> Trace:
-        """Return the trace of a checkpoint, by default the last, on a stream.
+        """Return the trace of a checkpoint, by default the last one, on a stream.
 
-        stream: `validation`, `start` (its first quarter) or a domain. Raises ValueError if the run is damaged or its
-        text has changed.
+        stream: `validation`, `start` (its first quarter) or a domain's name. Raises ValueError if the run is damaged or
+        its text has changed.
         """
         context = run.model.context
         tokens = max(self.tokens // 4, 2) if stream == "start" else self.tokens
         return self._trace(run, stream, cut_windows(self._read(run, stream).ids, context, tokens), step)
 
     def passages(self, run: Run) -> dict[str, tuple[Trace, list[str]]]:
-        """Return the trace of the start of a document and the text of each of its tokens, by the name of the text.
+        """Return the trace of the start of a document and the string of each of its tokens, keyed by the text's name.
 
-        There is one document per available domain, or else one from the validation split. BOS has an empty text.
+        There is one document for each available domain, or one from the validation split. BOS is an empty string.
         """
         streams = {domain.known_as or name: name for name, domain in self.domains.items()}
         found, tokenizer = {}, run.folder.tokenizer()
@@ -131,14 +131,14 @@ class Material:
             read = self._read(run, stream)
             windows = cut_windows(read.ids[: min(int(read.offsets[1]), PASSAGE)], run.model.context, PASSAGE)
             trace = self._trace(run, f"passage-{stream}", windows, None)
-            # A character split over several tokens becomes the text of the last one.
+            # A character that is split over several tokens is assigned to the last one.
             decode = getincrementaldecoder("utf-8")("replace").decode
             ids = trace.tokens.tolist()
             found[name] = trace, ["" if id == tokenizer.bos else decode(tokenizer.decode_bytes([id])) for id in ids]
         return found
 
     def _read(self, run: Run, stream: str) -> Tokens:
-        """Return the first tokens of the stream under the run's tokenizer, cached by text and tokenizer."""
+        """Return the first tokens of the stream, encoded with the run's tokenizer and cached."""
         corpus, tokenizer = self._corpus(run, stream), run.folder.tokenizer()
         key = corpus.hash, tokenizer.hash
         if key not in self._tokens:
@@ -192,7 +192,7 @@ class Material:
         return record_trace(model, windows, path, facts=facts, progress=self.progress(what))
 
     def _load(self, folder: RunFolder, step: int) -> tuple[GPT, Tokenizer]:
-        """Load the model of a checkpoint. It stays loaded until the next, since several streams follow."""
+        """Load the model of a checkpoint. It stays loaded, since several streams are traced with it."""
         if self._loaded is None or self._loaded[0] != (folder.path, step):
             self._loaded = None  # free the old model first
             self._loaded = (folder.path, step), load_model(folder.path, step, self.device, self.dtype)

@@ -17,13 +17,13 @@ from ..routing import bounds, kth_largest, take
 def consistency(a: Tensor, b: Tensor) -> dict[str, float]:
     """Return six measures of how alike two assignments of the same tokens are (paper, Routing Consistency Sweep).
 
-    weighted_jaccard: |E_A ∩ E_B| / |E_A ∪ E_B| over the edges E of all layers and tokens; 1 without edges.
-    weighted_dice: 2 |E_A ∩ E_B| / (|E_A| + |E_B|); 1 without edges.
-    The others are means over layers and tokens, of the sets A_t and B_t of a token's experts:
-    jaccard, dice: the same of A_t and B_t; 1 if both are empty.
-    joint_jsd: the Jensen-Shannon divergence of uniform choices from A_t and from B_t, in bits, so 1 if the sets are
-    disjoint or only one is empty, and 0 if both are.
-    total_variation: ½ Σ_i |P_t(i) − Q_t(i)| of the same choices; 0 if both sets are empty, and 1 if only one is.
+    weighted_jaccard: |E_A ∩ E_B| / |E_A ∪ E_B| over the edges E of all layers and tokens; 1 if there are no edges.
+    weighted_dice: 2 |E_A ∩ E_B| / (|E_A| + |E_B|); 1 if there are no edges.
+    The other measures compare the sets A_t and B_t of a token's experts, averaged over layers and tokens:
+    jaccard, dice: the same ratios for A_t and B_t; 1 if both sets are empty.
+    joint_jsd: the Jensen-Shannon divergence of uniform choices from A_t and from B_t, in bits: 1 if the sets
+    are disjoint or exactly one is empty, and 0 if both are empty.
+    total_variation: ½ Σ_i |P_t(i) − Q_t(i)| for the same choices; 0 if both sets are empty, 1 if one is.
     """
     assert a.shape == b.shape, f"assignments of the same tokens, not {a.shape} and {b.shape}"
     assert a.dtype == b.dtype == torch.bool
@@ -55,8 +55,8 @@ def expert_token_ratio(assignment: Tensor) -> Tensor:
 def mutual_information(weights: Tensor) -> Tensor:
     """Return I(row; column) in bits of the joint distribution proportional to nonnegative weights (…, rows, columns).
 
-    With expert token ratios (domains, experts), it is the information that the expert of a routed token gives about the
-    token's domain if all domains have the same number of tokens. It is 0 if experts ignore domains or nothing is
+    For expert token ratios (domains, experts), this is the information that the expert of a routed token gives about
+    the token's domain if all domains have the same number of tokens. It is 0 if experts ignore domains or nothing is
     routed, and at most log2(min(domains, experts)).
     """
     weights = weights.double()
@@ -72,7 +72,7 @@ def _entropy(p: Tensor) -> Tensor:
 
 
 def load_spread(load: Tensor) -> Tensor:
-    """Return largest load / mean load of loads (…, experts): 1 is perfect balance, NaN if nothing is routed."""
+    """Return largest load / mean load for loads (…, experts): 1 for perfect balance, NaN if nothing is routed."""
     return load.max(-1).values / load.double().mean(-1)
 
 

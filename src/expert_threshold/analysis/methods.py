@@ -38,7 +38,7 @@ def seed_of(path: Path) -> int | None:
 
 
 def find_runs(paths: Sequence[str]) -> list[RunFolder]:
-    """Return the run folders at these paths, each once. A comparison, or a method in it, stands for all runs in it.
+    """Return the run folders at these paths without duplicates. A comparison or a method stands for its runs.
 
     Raises ValueError for any other folder.
     """
@@ -54,7 +54,7 @@ def find_runs(paths: Sequence[str]) -> list[RunFolder]:
 
 
 class Selection(NamedTuple):
-    """The runs to analyse. left_out: reasons for omissions by folder. unfinished: progress by folder."""
+    """The runs to analyse. left_out: reasons, keyed by folder. unfinished: progress, keyed by folder."""
 
     runs: list[Run]
     left_out: dict[str, str]
@@ -64,8 +64,8 @@ class Selection(NamedTuple):
 def select_runs(folders: Sequence[RunFolder]) -> Selection:
     """Select all finished runs, and for methods without any, the unfinished runs that saved a checkpoint.
 
-    Other unfinished runs are left out, since they would shorten the curves of their methods. So is a second run of a
-    method with the same seed, such as a copy, since it is not another sample. Raises ValueError if a run is damaged or
+    Other unfinished runs are left out, since they would shorten the curves of their methods. So is a second run with
+    the same method and seed, such as a copy, since it is not another sample. Raises ValueError if a run is damaged or
     no run has saved a checkpoint.
     """
     saved = [folder for folder in folders if folder.latest_checkpoint() is not None]
@@ -123,7 +123,7 @@ def _read(folder: RunFolder) -> Run:
 
 
 def legend(runs: Sequence[Run]) -> str:
-    """Return sentences on the rule behind each label and on routing in the figures; empty if no run has experts."""
+    """Return sentences that explain the labels and the routing in figures, or "" if no run has experts."""
     labels: dict[str, list[str]] = {}
     pooled = []
     for run in runs:
@@ -140,7 +140,7 @@ def legend(runs: Sequence[Run]) -> str:
 
 
 def _order(run: Run) -> tuple[Any, ...]:
-    """Return the sort key: dense first, then rules in the order of `RULES`, each by method and pool size."""
+    """Return a sort key: dense first, then by rule in the order of `RULES`, by pool size and by method."""
     place = list(METHODS).index(run.kind) if run.kind in METHODS else len(METHODS)
     rank = -1 if run.model.rule is None else list(RULES).index(run.config["rule"]["name"])
     usual = run.model.shared_experts == 1 and run.model.gate_norm is None
@@ -148,7 +148,7 @@ def _order(run: Run) -> tuple[Any, ...]:
 
 
 def options(run: Run) -> dict[str, Any]:
-    """Return the options that define a run, by path, without its seed and machine."""
+    """Return the options that define a run, keyed by path, without its seed and machine."""
     config, corpus = run.config, run.config["corpus"]
     sections = {name: config[name] for name in ("model", "optim", "data", "rule")}
     sections["train"] = {name: config["train"][name] for name in _TRAINING}
@@ -159,7 +159,7 @@ def options(run: Run) -> dict[str, Any]:
 
 
 def _suffixes(mine: Mapping[str, Any], first: Mapping[str, Any], differing: set[str]) -> list[str]:
-    """Return suffixes for differences from the first run of its kind, and for `_NAMES` that differ among all runs."""
+    """Return suffixes for differences from the first run of this kind and for `_NAMES` that differ between runs."""
     apart = [name for name in mine if mine[name] != first.get(name, mine[name])]
     apart += [name for name in sorted(differing) if (name, mine[name]) in _NAMES and name not in apart]
     if "model.shared_experts" in apart and mine["model.shared_experts"] == 0:  # two routed experts replace it

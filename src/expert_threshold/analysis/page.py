@@ -24,9 +24,9 @@ from .results import by_method
 
 
 class Exhibit(NamedTuple):
-    """A figure with its caption. Without a figure, the caption is the reason why it is not shown.
+    """A figure with its caption. If there is no figure, the caption is the reason why it is not shown.
 
-    files: the stem of its files next to the page, if any. failed: True if the reason is an error.
+    files: the name of its files next to the page, without suffix. failed: True if the reason is an error.
     """
 
     title: str
@@ -37,9 +37,9 @@ class Exhibit(NamedTuple):
 
 
 def exhibit(title: str, make: Callable[[], tuple[str, Figure]], files: str | None = None) -> Exhibit:
-    """Return the caption and the figure that `make` draws with `STYLE` active, or why it cannot be drawn.
+    """Return the caption and the figure that `make` draws with `STYLE` active, or the reason why there is none.
 
-    An error in one figure leaves out only that figure, since people need the others when a run has gone wrong. Raises
+    An error omits only the figure where it occurs, since users need the others when a run has gone wrong. Raises
     OSError if the disk is full, and ValueError if matplotlib is missing.
     """
     with style():
@@ -54,7 +54,7 @@ def exhibit(title: str, make: Callable[[], tuple[str, Figure]], files: str | Non
 
 
 def _describe(error: Exception) -> str:
-    """Return the message in one line, with type and location unless the error is meant for users."""
+    """Return the error message in one line, with its type and location unless it is meant for users."""
     text = " ".join(str(error).split()).rstrip(".")
     place = traceback.extract_tb(error.__traceback__)[-1]
     return (
@@ -99,7 +99,7 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """Return a section of the page; empty if all its parts are empty."""
+    """Return a section of the page, or an empty string if all of its parts are empty."""
     content = "\n".join(filter(None, parts))
     return f"<section><h2>{escape(title)}</h2>\n{content}</section>\n" if content else ""
 
@@ -115,12 +115,12 @@ def facts(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def folded(summary: str, content: str) -> str:
-    """Return content that is collapsed until its summary is clicked."""
+    """Return content that stays collapsed until its summary is clicked."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
 def exhibits(title: str, entries: Iterable[Exhibit]) -> str:
-    """Return a section of figures side by side, with a line for each figure that failed; empty without figures."""
+    """Return a section of figures side by side, with errors noted, or an empty string if there are no figures."""
     figures = "\n".join(
         _figure(f"{title} {entry.title}", entry, entry.figure)
         if entry.figure is not None
@@ -132,16 +132,16 @@ def exhibits(title: str, entries: Iterable[Exhibit]) -> str:
 
 
 def left_out(entries: Iterable[Exhibit]) -> str:
-    """Return a section of omitted figures with reasons; empty if there are none."""
+    """Return a section that lists the omitted figures with reasons, or an empty string if there are none."""
     missing = [entry for entry in entries if entry.figure is None and not entry.failed]
     lines = "".join(f"<li>{escape(entry.title)}: {escape(entry.caption)}.</li>" for entry in missing)
     return section("Left out", f"<ul>{lines}</ul>" if lines else "")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "Table") -> str:
-    """Return a table that scrolls if it is too wide, and sorts its rows by the column whose head is clicked.
+    """Return a table that scrolls if it is too wide. A click on the heading of a column sorts the rows by it.
 
-    name: for screen readers, which list the tables of a page.
+    name: the name of the table for screen readers.
     """
     names = "".join(f'<th scope="col"><button>{escape(label)}</button></th>' for label in head)
     lines = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
@@ -152,7 +152,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "Table
 
 
 def options_that_differ(runs: Sequence[Run]) -> str:
-    """Return a section with the options in which the methods of the runs differ; empty if they do not."""
+    """Return a section with the options that differ between methods, or an empty string if there are none."""
     each = {method: options(same[0]) for method, same in by_method(runs).items()}
     names = dict.fromkeys(name for own in each.values() for name in own)
     rows = [[name, *(str(own.get(name, "–")) for own in each.values())] for name in names]
@@ -161,7 +161,7 @@ def options_that_differ(runs: Sequence[Run]) -> str:
 
 
 def links(runs: Sequence[Run], folder: Path, **others: Path) -> str:
-    """Return links from a page in `folder` to the reports of the runs, and to others by name, that exist."""
+    """Return links from a page in `folder` to the existing reports of the runs and to other existing pages."""
     pages = {f"{run.method}, seed {run.seed}": run.folder.report for run in runs} | others
     found = {name: os.path.relpath(path.resolve(), folder.resolve()) for name, path in pages.items() if path.is_file()}
     items = "".join(f'<a href="{quote(path)}">{escape(name)}</a>' for name, path in found.items())
@@ -192,9 +192,9 @@ def _figure(name: str, exhibit: Exhibit, figure: Figure) -> str:
 
 
 def charts(figure: Figure) -> list[dict[str, Any]]:
-    """Return the panels of a drawn figure with named lines, for the page's script: their scales, positions and numbers.
+    """Return the scales, positions and numbers of a figure's panels with named lines, for the script of the page.
 
-    box: left, top, right and bottom, in units of the SVG. scalable: moving the lines is enough to change the axes.
+    box: left, top, right and bottom edge in SVG units. scalable: True if moving the lines suffices to change the axes.
     """
     width, height = 72 * figure.get_size_inches()
     found = []
@@ -237,9 +237,9 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> Figure:
 
 
 def svg(figure: Figure, prefix: str, alt: str) -> str:
-    """Return a figure as an <svg> element, in which text stays text.
+    """Return a figure as an <svg> element, whose text remains text.
 
-    prefix: of all ids, which makes them unique on the page. alt: text for screen readers.
+    prefix: a prefix that makes all ids unique on the page. alt: text for screen readers.
     """
     file = io.StringIO()
     with style():
@@ -249,5 +249,5 @@ def svg(figure: Figure, prefix: str, alt: str) -> str:
     assert box is not None
     inside = re.sub(r'(?:xlink:)?(\bid="|url\(#|href="#)', rf"\1{prefix}-", drawn[drawn.index(">", box.end()) + 1 :])
     shown = re.sub(r">\s*([^<]*?)\s*<", r">\1<", f">{inside}".strip())
-    # Print limits the height of a chart, which then stays on the left.
+    # In print, the height of a chart is limited, and the chart stays on the left.
     return f'<svg {box[0]} preserveAspectRatio="xMinYMin" role="img" aria-label="{escape(alt)}"{shown}'

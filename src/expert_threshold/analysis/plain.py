@@ -18,7 +18,7 @@ class NotShownError(Exception):
 
 
 def plain(value: Any) -> Any:
-    """Convert arrays, tensors and tuples to lists, and round floats to six digits, or to None if not finite."""
+    """Convert arrays, tensors and tuples to lists, and round floats to six digits. Non-finite floats become None."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Tensor | np.ndarray | np.generic):

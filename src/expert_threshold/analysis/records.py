@@ -29,16 +29,16 @@ then, and methods are compared in the same part of a run."""
 
 
 class Result(NamedTuple):
-    """The result of a run that finished or diverged. Load and fanout are None without routed experts.
+    """The result of a run that finished or diverged. Loads and fanouts are None without routed experts.
 
-    A diverged run has its validations up to that point, and no final loss.
+    A diverged run has validations up to that point, but no final loss.
     """
 
     method: str
     seed: int
     loss: float | None  # cross-entropy of the last validation, nats per token; None if it was not finite
     bits_per_byte: float | None
-    tokens_per_second: float | None  # median over the logging intervals of training, None without one
+    tokens_per_second: float | None  # median over the logging intervals of training; None if there is none
     load_spread: float | None  # largest load over mean load of the last validation, in the worst layer
     fanout_mean: float | None  # of the last validation, over tokens and layers
     fanout_std: float | None
@@ -53,7 +53,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run folder, and what they say about its method. method: the name in tables and figures."""
+    """The contents of a run folder, with properties of its method. method: the name shown in tables and figures."""
 
     folder: RunFolder
     config: dict[str, Any]
@@ -79,13 +79,13 @@ class Run:
 
     @property
     def rule(self) -> Rule:
-        """The routing rule, which the run must have."""
+        """The routing rule. The run must have one."""
         assert self.model.rule is not None
         return self.model.rule
 
     @property
     def pool(self) -> int | None:
-        """The pool size in training, in tokens; None without pools."""
+        """The pool size in training, in tokens, or None if there are no pools."""
         rule = self.model.rule
         if rule is None or rule.scope(training=True) == "token":
             return None
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """The name of the rule in `et compare`, which decides the colour; its label if it has no such name."""
+        """The name of the method in `et compare`, which determines its colour, or else its label."""
         return method_named(self.config["rule"]) or self.label
 
     @property
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def has_bounds(self) -> bool:
-        """True if training bounds the loads and they are not exact by definition."""
+        """True if training bounds loads that are not already exact by definition."""
         return not self.rule.looks_ahead and self.bounds is not None
 
     @property
@@ -155,19 +155,19 @@ class Run:
 
     @property
     def fanout_counts(self) -> dict[int, list[int]]:
-        """The number of tokens by fanout in the last validation, by layer."""
+        """The number of tokens with each fanout in the last validation, keyed by layer."""
         last = self.validation[-1]["layers"] if self.validation else {}
         return {int(layer): values["fanout_counts"] for layer, values in last.items() if any(values["fanout_counts"])}
 
     @cached_property
     def result(self) -> Result | None:
-        """The result; None if the run neither finished nor diverged. Raises ValueError if a record is damaged."""
+        """The result, or None if the run neither finished nor diverged. Raises ValueError if a record is damaged."""
         with damaged(self.folder):
             return _result(self)
 
 
 def damaged(folder: RunFolder) -> AbstractContextManager[None]:
-    """Return a context that names the folder in an error of reading a run of a comparison."""
+    """Return a context that names the folder and a remedy if a run of a comparison cannot be read."""
     remedy = f"restore it from a copy, or remove {folder.path} to train that run again"
     return corrupted_file_error(folder.path, remedy)
 
@@ -180,7 +180,7 @@ def read_run(folder: RunFolder, method: str = "") -> Run:
 
 
 def require_numbers(record: Record) -> None:
-    """Raise an error for `corrupted_file_error` unless a loss and the measures of its layers are numbers."""
+    """Raise an error for `corrupted_file_error` unless the loss and the measures of all layers are numbers."""
     _require_numbers("loss", record["loss"])
     for layer, measures in record["layers"].items():
         int(layer)
@@ -197,12 +197,12 @@ def _require_numbers(name: str, value: Any) -> None:
 
 
 def series(records: Sequence[Record], key: str) -> Points:
-    """Return (step, value) of every record that has the key."""
+    """Return (step, value) for every record that has the key."""
     return [(record["step"], _number(record[key])) for record in records if key in record]
 
 
 def layer_series(records: Sequence[Record], key: str) -> dict[int, Points]:
-    """Return (step, value) of every record that has the key, by layer, as a mean if there is a value per expert.
+    """Return (step, value) for every record that has the key, keyed by layer. Values of experts are averaged.
 
     Layers without numbers are omitted.
     """
@@ -211,8 +211,8 @@ def layer_series(records: Sequence[Record], key: str) -> dict[int, Points]:
 
 
 def expert_series(records: Sequence[Record], key: str) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Return steps (records,) and values (records, experts) by layer. Layers without numbers are omitted, and so are
-    records with one number for all experts.
+    """Return steps (records,) and values (records, experts), keyed by layer. Layers without numbers are omitted,
+    and so are records with one number for all experts.
     """
     found = {}
     for layer, own in _by_layer(records).items():
@@ -229,9 +229,9 @@ def finite(points: Points) -> list[tuple[float, float]]:
 
 
 def mean_loss(train: Sequence[Record], share: float, until: int) -> float | None:
-    """Return the mean training loss of steps `share * until` to `until`; None if no line counts or one is not finite.
+    """Return the mean training loss from step `share * until` to `until`, or None if it is unknown or not finite.
 
-    Lines of the log are weighted by the steps they cover, and count only if all of these are in the range: otherwise
+    Lines of the log are weighted by the steps they cover, and count only if all of these are in the range. Otherwise
     the earlier, higher losses of a long line would enter, and the mean would depend on --log-every.
     """
     late = [r for r in train if math.floor(share * until) <= r["step"] - r["steps"] and r["step"] <= until]
@@ -241,12 +241,12 @@ def mean_loss(train: Sequence[Record], share: float, until: int) -> float | None
 
 
 def late_loss(train: Sequence[Record]) -> float | None:
-    """Return the mean training loss of the last tenth of the steps, as `mean_loss` does."""
+    """Return the mean training loss over the last tenth of the steps; see `mean_loss`."""
     return mean_loss(train, 0.9, train[-1]["step"]) if train else None
 
 
 def _by_layer(records: Sequence[Record]) -> dict[int, list[Record]]:
-    """Return the records of each layer with experts, which have its measures, in ascending order of layers."""
+    """Return the measures recorded for each layer with experts, keyed by layer in ascending order."""
     found: dict[int, list[Record]] = {}
     for record in records:
         for layer, measures in record["layers"].items():
@@ -302,7 +302,7 @@ def _result(run: Run) -> Result | None:
 
 
 def _over_training(records: Sequence[Record], name: str, over_layers: Callable[[list[float]], float]) -> float | None:
-    """Return the mean over steps of a value that each layer logs; None without experts."""
+    """Return the mean over steps of a value that each layer logs, or None without experts."""
     values = [[layer[name] for layer in record["layers"].values()] for record in records]
     if not all(values) or not values or any(value is None for layers in values for value in layers):
         return None

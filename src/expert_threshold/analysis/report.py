@@ -1,4 +1,4 @@
-"""A run's report.html, made from its records alone: its configuration, results and use of experts."""
+"""Writes a run's report.html from its records alone: its configuration, results and use of experts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _facts(run: Run, parameters: dict[str, int]) -> Iterator[tuple[str, str]]:
 
 
 def warnings(run: Run) -> str:
-    """Return a section on skipped steps and dead experts; empty if there were none."""
+    """Return a section on skipped steps and dead experts, or an empty string if there were none."""
     lines = []
     skipped = [f"{record['step']:,}" for record in run.events if record["event"] == "skipped_step"]
     if skipped:

@@ -32,7 +32,7 @@ def by_method(runs: Sequence[OfMethod]) -> dict[str, list[OfMethod]]:
 
 
 def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return, in words, the options in which runs that share a table may differ; None where one does not apply."""
+    """Return, in words, the options that may differ between runs of a table, or None where one does not apply."""
     model, rule, rate = config["model"], config["rule"], config["optim"]["expert_lr"]
     dense = rule["name"] == DENSE
     return {
@@ -48,9 +48,9 @@ def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, str | None]]]) -> tuple[list[str], str]:
     """Return each run's method with its unusual `sizes`, such as `dense (1,260 steps)`, and a clause that names the
-    usual sizes, which is empty if all runs have them.
+    usual sizes. The clause is empty if all runs have the usual sizes.
 
-    A size is usual if most runs have it; the first one wins a tie.
+    The usual size is the most frequent one, or the first of several that are equally frequent.
     """
     counts = {name: Counter(run_sizes[name] for _, run_sizes in runs) for name in runs[0][1]}
     usual = {name: max(count, key=lambda text: (text is not None, count[text])) for name, count in counts.items()}
@@ -64,9 +64,9 @@ def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, str | None]]]) -> tu
 
 
 def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return each method's mean results, in order of first occurrence; the speed is a median.
+    """Return each method's mean results, in order of first occurrence. The speed is a median.
 
-    A standard deviation needs two runs.
+    Standard deviations are None for a single run.
     """
     return [
         {
@@ -84,7 +84,7 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def over_runs(runs: Sequence[Result], name: str, statistic: Callable[[list[float]], float] = mean) -> float | None:
-    """Return the statistic of a field of the results as `over_seeds` does."""
+    """Return the statistic of one field of the results; see `over_seeds`."""
     return over_seeds(statistic, [getattr(run, name) for run in runs])
 
 
@@ -96,7 +96,7 @@ def over_seeds(statistic: Callable[[list[float]], float], values: Sequence[float
 
 
 def cells(rows: Sequence[Mapping[str, Any]], emphasise: Callable[[str], str]) -> list[list[str]]:
-    """Return the table's cells below `HEADERS`; the best loss and bits per byte are passed through `emphasise`."""
+    """Return the table's cells below `HEADERS`. The best loss and bits per byte are passed through `emphasise`."""
 
     def shown(row: Mapping[str, Any], name: str, digits: int, spread: str = "") -> str:
         value, std = row[name], row.get(spread)
@@ -119,13 +119,13 @@ def cells(rows: Sequence[Mapping[str, Any]], emphasise: Callable[[str], str]) ->
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown, whose first column is text."""
+    """Return a Markdown table whose first column is text."""
     every = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in every)
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as CSV in full precision; missing numbers are empty."""
+    """Return the rows as CSV with full precision. Missing numbers are left empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0] if rows else (), lineterminator="\n")
     writer.writeheader()

@@ -47,7 +47,7 @@ def signed(number: float | None, digits: int = 3) -> str:
 
 
 def fixed(number: float | None, digits: int) -> str:
-    """Format a number with `digits` decimals; a dash if it is missing."""
+    """Format a number with `digits` decimals, or return a dash if it is missing."""
     return "–" if number is None else f"{number:,.{digits}f}"
 
 
