@@ -184,8 +184,8 @@ def test_scores_that_are_not_finite_are_refused_by_layer_and_expert() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("token_choice", [], "{run} is trained with token_choice, which has no cutoffs"),
-        ("dense", [], "{run} is trained with dense, which has no cutoffs"),
+        ("token_choice", [], "{run} was trained with token_choice, which has no cutoffs"),
+        ("dense", [], "{run} was trained with dense, which has no cutoffs"),
         ("expert_choice", ["--tokens", "0"], "--tokens: expected a whole number of at least 1, not 0"),
         ("expert_choice", ["--seed", "-1"], "--seed: expected a whole number of at least 0, not -1"),
         ("expert_choice", ["--experts-per-token", "5"], "experts_per_token=5.0"),

@@ -103,9 +103,9 @@ def test_results_at_a_rate_are_kept_apart_from_those_as_trained(runs: Path, caps
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("token_choice", ["--rates", "1"], "--rates 1: {run} is trained with token_choice, which has no cutoffs"),
-        ("dense", ["--rates", "1"], "--rates 1: {run} is trained with dense, which has no cutoffs"),
-        ("dense", ["--rate", "1"], "--rate 1: {run} is trained with dense, which has no cutoffs"),
+        ("token_choice", ["--rates", "1"], "--rates 1: {run} was trained with token_choice, which has no cutoffs"),
+        ("dense", ["--rates", "1"], "--rates 1: {run} was trained with dense, which has no cutoffs"),
+        ("dense", ["--rate", "1"], "--rate 1: {run} was trained with dense, which has no cutoffs"),
         ("expert_choice", ["--rates", "1,x"], "--rates 1,x: expected a number of at least 0, not x"),
         ("expert_choice", ["--rates", "1,-1"], "--rates 1,-1: expected a number of at least 0, not -1"),
         ("expert_choice", ["--rates", "1,5"], "rate=5.0 must be between 0 and num_experts=4"),

@@ -164,10 +164,10 @@ def test_in_bfloat16_it_is_within_its_rounding_of_float32_as_the_full_forward_is
 def test_a_row_holds_no_more_than_its_capacity() -> None:
     decoded = Decoder(small_model(), 1, 4)
     decoded.open(0)
-    with pytest.raises(ValueError, match="5 tokens do not fit in a row of 4"):
+    with pytest.raises(ValueError, match="5 tokens do not fit in a cache row of 4"):
         decoded.read(0, [1] * 5)
     decoded.read(0, [1] * 4)
-    with pytest.raises(ValueError, match="5 tokens do not fit in a row of 4"):
+    with pytest.raises(ValueError, match="5 tokens do not fit in a cache row of 4"):
         decoded.step({0: 1})
 
 
