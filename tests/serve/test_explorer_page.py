@@ -411,7 +411,7 @@ def test_an_error_is_one_clear_line(page: Page) -> None:
     page.run("document.getElementById('text').dispatchEvent(new Event('input'))")
     shown = "[...document.querySelectorAll('.panel .error:not([hidden])')].map((each) => each.textContent)"
     page.until(f"{shown}.length === 2")
-    assert page.run(shown)[1].endswith("and choice accepts at most 512; shorten the text")
+    assert page.run(shown)[1].endswith("but choice accepts at most 512; shorten the text")
     forget_refusals(page, 2)
 
 
