@@ -30,7 +30,12 @@ def read(path: Path) -> list[Record]:
 
 
 def record_run(
-    run: Record, options: str, data: Path, out: Path, checkpoints: int, measure: Callable[[RunFolder], Record] = {}.copy
+    run: Record,
+    options: str,
+    data: Path,
+    out: Path,
+    checkpoints: int,
+    measure: Callable[[RunFolder], Record] | None = None,
 ) -> None:
     """Train a run, or resume it if it was interrupted, and append its record, unless the folder `out` already has it.
 
@@ -67,7 +72,8 @@ def record_run(
         "commit": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip(),
         "date": date.today().isoformat(),
     }
-    made |= measure(folder)
+    if measure is not None:
+        made |= measure(folder)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(made) + "\n")
     for checkpoint in sorted((place / "checkpoints").iterdir())[:-1]:

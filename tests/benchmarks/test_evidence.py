@@ -145,6 +145,18 @@ def test_a_study_pairs_its_runs_repeats_none_and_resumes_an_interrupted_one(
     assert [{name: r[name] for name in same} for r in again] == [{name: r[name] for name in same} for r in records[:2]]
 
 
+def test_a_setting_of_the_frontier_is_recorded_once(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["--data", str(built / "tokens"), "--out", str(tmp_path), "--tokens", "768", "--only", "dense"]
+    monkeypatch.setattr(sys, "argv", ["frontier", *given])
+    monkeypatch.setattr(frontier, "SHARED", frontier.SHARED.replace("--eval-tokens 400000", SMALL))
+    for _ in range(2):
+        frontier.main()
+        (record,) = recorded(tmp_path)
+        assert (record["family"], record["seed"], record["load_training"]) == ("dense", 0, None)
+
+
 def records_of(differences: list[float]) -> Iterator[dict[str, Any]]:
     for seed, difference in enumerate(differences):
         for method in (power.FIRST, power.SECOND):
