@@ -153,7 +153,7 @@ def test_it_is_served(run: Path) -> None:
     with TestClient(run_server.call_args.args[0], base_url="http://127.0.0.1") as client:
         [facts] = client.get("/explorer/runs").json()["runs"]
         assert (facts["rule"], facts["experts_per_token"], facts["dial"]) == ("min_p", 1.5, None)
-        fields = {"model": "run", "prompt": "the", "max_tokens": 6}
+        fields = {"model": "run", "prompt": "the", "max_tokens": 6, "temperature": 0}
         assert client.post("/v1/completions", json=fields).json()["choices"][0]["text"]
         events = client.post("/explorer/read", json={"run": "run", "text": "the cat"}).text.split("\n\n")
     layer: dict[str, Any] = json.loads(events[1].removeprefix("data: "))["tokens"][0]["layers"][0]
