@@ -30,6 +30,7 @@ from study import Record, read, record_run
 
 from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
 from expert_threshold.cli.run_options import parse_run, resolve_run
+from expert_threshold.compare.paired import corrected, paired
 from expert_threshold.model import GPT
 
 RULES = {
@@ -51,14 +52,14 @@ def dense_parameters(width: int) -> int:
 
 
 class Gaps:
-    """The gaps of one method to dense, by rung, and their fit over log₂ tokens and log₂ dense parameters."""
+    """The gaps of one method to another, by rung, and their fit over log₂ tokens and log₂ dense parameters."""
 
-    def __init__(self, records: list[Record], method: str) -> None:
+    def __init__(self, records: list[Record], method: str, baseline: str = "dense") -> None:
         of = {(each["method"], each["width"], each["tokens"], each["seed"]): each for each in records}
         self.by_rung: dict[Rung, list[float]] = defaultdict(list)
         for (name, width, tokens, seed), base in sorted(of.items()):
             other = of.get((method, width, tokens, seed))
-            if name == "dense" and other:
+            if name == baseline and other:
                 if base["corpus"] != other["corpus"]:
                     raise ValueError(f"width {width}, {tokens} tokens, seed {seed}: the pair's texts differ")
                 self.by_rung[width, tokens].append(other["loss"] - base["loss"])
@@ -113,6 +114,19 @@ def table(records: list[Record]) -> str:
                 and each["method"] == "dense")  # fmt: skip
         words = [", ".join(f"{gap:+.4f}" for gap in gaps[method].get((width, tokens), ())) for method in methods]
         lines.append(f"| {width} | {tokens / 1e6:g}M | {fmean(here):.4f} | {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
+def rivals(records: list[Record]) -> str:
+    """Return a Markdown table of expert threshold's loss minus each rival's, over all their pairs of every rung."""
+    families = {rival: Gaps(records, "expert threshold", rival).by_rung.values() for rival in list(RULES)[2:]}
+    gaps = {rival: [gap for rung in rungs for gap in rung] for rival, rungs in families.items() if rungs}
+    lines = ["| rival | pairs | expert threshold minus rival | 95 % interval | verdict, margin 0.005 | 0.01 |"]
+    lines.append("| --- | ---: | ---: | ---: | --- | --- |")
+    verdicts = [corrected(list(gaps.values()), margin) for margin in (0.005, 0.01)]
+    for (rival, each), *judged in zip(gaps.items(), *verdicts, strict=True):
+        found, words = paired(each, 0.01), " | ".join(one.verdict for one in judged)
+        lines.append(f"| {rival} | {len(each)} | {found.mean:+.4f} | {found.low:+.4f} to {found.high:+.4f} | {words} |")
     return "\n".join(lines)
 
 
@@ -174,7 +188,7 @@ def main() -> None:
         width, megatokens = asked.predict
         print(json.dumps(predict(records, (width, megatokens * 1_000_000), len(asked.seeds)), indent=1))
     elif asked.show:
-        print(table(records))
+        print(table(records), rivals(records), sep="\n\n")
         predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.prediction]
         draw(records, predictions, asked.show / "ladder.png")
     else:
