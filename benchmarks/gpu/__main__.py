@@ -104,7 +104,7 @@ def prepared(arguments: argparse.Namespace) -> tuple[list[str], Setting]:
     """Return the stages in the table's order, and make the folder. Raises ValueError or OSError for bad options."""
     wanted = [name.strip() for name in arguments.stages.split(",")]
     if unknown := [name for name in wanted if name not in STAGES]:
-        raise ValueError(f"--stages {unknown[0]}: unknown; use {', '.join(STAGES)}")
+        raise ValueError(f"--stages: {unknown[0]} is unknown; use {', '.join(STAGES)}")
     if not 0 < arguments.minutes < 24 * 60:
         raise ValueError(f"--minutes {arguments.minutes}: give a number above 0, such as 9")
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
@@ -140,7 +140,7 @@ def same_machine(setting: Setting, stages: list[str], context: BaseContext) -> N
     before = results["machine"]
     if before and before != here:
         what = ", ".join(f"{name} {before.get(name)}" for name in here if before.get(name) != here[name])
-        raise ValueError(f"--out {setting.out}: was started with {what}; name another --out")
+        raise ValueError(f"--out {setting.out}: was started with {what}; use another --out")
     write(setting.out, results | {"machine": here})
 
 

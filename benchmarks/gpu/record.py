@@ -26,7 +26,7 @@ def read(folder: Path) -> Row:
         return {"format": FORMAT, "machine": None, "stages": {}}
     value = read_json(path)
     if value.get("format") != FORMAT:
-        raise ValueError(f"{path}: not written by this benchmark, or damaged; remove it, or name another --out")
+        raise ValueError(f"{path} is damaged or was not written by this benchmark; remove it, or use another --out")
     return value
 
 

@@ -122,7 +122,7 @@ def by_path(record: Options) -> dict[str, Any]:
         if section in FACTS:
             continue
         if section not in SECTIONS:
-            raise ValueError(f"section {section!r} is unknown; use {', '.join(SECTIONS)}")
+            raise ValueError(f"unknown section {section!r}; use {', '.join(SECTIONS)}")
         if not isinstance(options, Mapping):
             raise ValueError(f"section {section!r} must be a JSON object of options, not {options!r}")
         found |= {f"{section}.{name}": value for name, value in options.items()}
@@ -159,7 +159,7 @@ def typed(options: Options, rule: str | None = None) -> dict[str, Any]:
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
         elif not path.startswith("rule."):
-            raise ValueError(f"option {path} is unknown; {did_you_mean(path, KINDS, 'see et train --help-all')}")
+            raise ValueError(f"unknown option {path}; {did_you_mean(path, KINDS, 'see et train --help-all')}")
         elif rule is not None:
             require_option(rule, path.removeprefix("rule."))
     return found
@@ -229,9 +229,9 @@ def scheduled(base: Options, given: Options, context: int, tokens: int | None, o
     per_step = options["batch_size"] * options.get("accumulation", 1) * context
     if tokens is not None:
         if "steps" in given:
-            raise ValueError(f"tokens={tokens} and steps={given['steps']} both set the length; give only one of them")
+            raise ValueError(f"tokens={tokens} and steps={given['steps']} both set the length of the run; use only one")
         if tokens < per_step:
-            raise ValueError(f"tokens={tokens} is less than one batch of {per_step} tokens; give at least that many")
+            raise ValueError(f"tokens={tokens} is less than one batch of {per_step} tokens; use at least that many")
         options["steps"] = tokens // per_step
     if of_paper:
         options |= intervals(options["steps"], per_step)
@@ -266,9 +266,9 @@ def resolve(
     the run. Raises ValueError for unknown names and for values that cannot be trained.
     """
     if preset not in RUNS:
-        raise ValueError(f"preset {preset!r} is unknown; {did_you_mean(preset, RUNS)}")
+        raise ValueError(f"unknown preset {preset!r}; {did_you_mean(preset, RUNS)}")
     if recipe is not None and recipe not in RECIPES:
-        raise ValueError(f"recipe {recipe!r} is unknown; {did_you_mean(recipe, RECIPES)}")
+        raise ValueError(f"unknown recipe {recipe!r}; {did_you_mean(recipe, RECIPES)}")
     base, other, layers = RUNS[preset], dict(initial or {}), tuple(map(typed, layers))
     lowest: dict[str, Options] = {"optim": base.optim}
     made_by = RECIPES.get(recipe or base.recipe or "")

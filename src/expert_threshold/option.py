@@ -64,7 +64,7 @@ def require_valid(record: type, values: Mapping[str, Any]) -> None:
     known = {field.name: field for field in fields(record)}
     for name, value in values.items():
         if name not in known:
-            raise ValueError(f"option {name!r} is unknown; {did_you_mean(name, known)}")
+            raise ValueError(f"unknown option {name!r}; {did_you_mean(name, known)}")
         if known[name].metadata:
             require_kind(name, value, kinds_of(record)[name])
 

@@ -85,10 +85,10 @@ def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
     rate = machine.gpus * machine.utilisation * machine.peak_tflops * 1e12
     hours = costs(config)["flops_total"] / rate / 3600 if rate > 0 else math.inf
     if math.isinf(3600 * hours):
-        raise ValueError(f"--peak-tflops {machine.peak_tflops}: the run would never end; give the peak of one GPU")
+        raise ValueError(f"--peak-tflops {machine.peak_tflops}: the run would never finish; pass the peak of one GPU")
     cost = hours * machine.gpus * machine.price_per_gpu_hour
     if math.isinf(cost):
-        raise ValueError(f"--price-per-gpu-hour {machine.price_per_gpu_hour}: the cost overflows; give a lower price")
+        raise ValueError(f"--price-per-gpu-hour {machine.price_per_gpu_hour}: the cost overflows; use a lower price")
     return {
         "tokens_per_second": rate / flops_per_token(config.model),
         "hours": hours,

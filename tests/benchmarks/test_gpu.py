@@ -193,7 +193,7 @@ def test_ctrl_c_loses_nothing_and_the_next_call_goes_on_at_the_case_that_is_miss
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--stages", "layr"], "--stages layr: unknown; use ceilings"),
+        (["--stages", "layr"], "--stages: layr is unknown; use ceilings"),
         (["--minutes", "0"], "--minutes 0.0: give a number above 0"),
         (["--minutes", "soon"], "invalid float value: 'soon'"),
         (["--data", "nowhere"], "--data nowhere: does not exist"),
@@ -225,7 +225,7 @@ def test_results_of_another_machine_or_of_something_else_are_not_continued(
     other = {"format": FORMAT, "machine": {"gpu": "NVIDIA H100"}, "stages": {}}
     for text, message in (
         (json.dumps(other), "was started with device None, gpu NVIDIA H100"),
-        ("{", "not written by this benchmark, or damaged"),
+        ("{", "is damaged or was not written by this benchmark"),
     ):
         (tmp_path / "results.json").write_text(text)
         assert main() == 2

@@ -434,7 +434,7 @@ def test_without_matplotlib_all_but_the_figure_is_written(
     ("options", "parts"),
     [
         (["--rules", "expert_treshold"], ["--rules expert_treshold", "did you mean expert_threshold?"]),
-        (["--rules", "dense,"], ["--rules dense,: a name is missing at a comma"]),
+        (["--rules", "dense,"], ["--rules dense, has an empty name before or after a comma"]),
         (["--seeds", 0], ["--seeds", "at least 1, not 0"]),
         (["--seed", 3], ["unknown option --seed", "--seeds"]),
         (["--rule", "dense"], ["unknown option --rule", "--rules"]),
@@ -472,7 +472,7 @@ def test_an_invalid_comparison_is_refused_before_anything_is_created(
 def test_options_that_differ_from_those_of_the_comparison_are_refused_by_name(
     options: Options, parts: list[str], again: Options, copy: Path, refused: Refused
 ) -> None:
-    refused([*again, *options], *parts, str(copy), "name another --out")
+    refused([*again, *options], *parts, str(copy), "use another --out")
 
 
 def test_a_text_that_changes_between_two_runs_changes_none_of_them_and_is_refused_later(
@@ -512,7 +512,7 @@ def test_all_runs_have_the_dtype_of_the_first(small: Options, tmp_path: Path, mo
 
 def test_a_folder_that_is_no_comparison_is_refused(small: Options, refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("{}")
-    refused(["compare", *small, "--out", tmp_path], str(tmp_path), "name another --out")
+    refused(["compare", *small, "--out", tmp_path], str(tmp_path), "use another --out")
 
 
 def test_the_work_ahead_is_announced_before_the_text_is_read(
@@ -536,7 +536,7 @@ def test_the_work_ahead_is_announced_before_the_text_is_read(
 
 
 METRICS = "token_choice/seed_1/metrics.jsonl"
-AGAIN = [METRICS.partition("/metrics")[0], "restore it from a copy", "to train that run again"]
+AGAIN = [METRICS.partition("/metrics")[0], "restore it from a backup", "to train that run again"]
 DAMAGE: list[tuple[str, Any, list[str]]] = [
     *(
         (METRICS, change, AGAIN)
@@ -696,7 +696,7 @@ def test_comparisons_join_into_one_table(
         assert sum(line.lstrip().startswith(f"{method} ") for line in shown.splitlines()) == 3
     assert "…" not in shown
     assert "joined.json" in shown
-    refused([*join, "--join", finished, *options], "are not different folders")
+    refused([*join, "--join", finished, *options], "include the same folder twice")
     refused(["compare", "--join", tmp_path / "none", *options], "has no finished run")
     refused([*join, "--steps", 8, *options], "leave out --steps")
     refused([*join, "quickstart", "--out", out], "leave out quickstart")
@@ -796,7 +796,7 @@ def test_a_copy_of_a_run_is_no_further_seed(copy: Path, again: Options, refused:
     assert len(find_runs([str(copy)])) == 2 * len(CHOSEN)
     shutil.copytree(copy / "dense" / "seed_0", copy / "dense" / "seed_7")
     for command in (again, ["compare", "--join", copy, "--out", tmp_path / "out"]):
-        refused(command, f"{copy / 'dense' / 'seed_7'}: contains seed 0")
+        refused(command, f"{copy / 'dense' / 'seed_7'} contains a run with seed 0")
 
 
 def test_a_name_tells_the_sizes_that_most_runs_do_not_have() -> None:

@@ -168,13 +168,13 @@ def test_what_cannot_be_done_is_refused(
     for command, message in (
         ("", "no subcommand was given; use one of fineweb-edu, hub, core, tokenizer, tokenize"),
         ("fineweb", "unknown subcommand fineweb; did you mean fineweb-edu?"),
-        ("fineweb-edu --shards 0", "--shards 0: give a number from 1 to 1822"),
+        ("fineweb-edu --shards 0", "--shards 0 must be a number from 1 to 1822"),
         ("fineweb-edu --shard 3", "unknown option --shard; did you mean --shards?"),
         ("tokenizer", "fineweb-edu is not in"),
         ("tokenizer missing", "missing does not exist"),
         ("tokenizer missing --vocab-size 5", "vocab_size=5 is too small"),
         (f"tokenizer {text} --vocab-size 300", "--out is missing"),  # it was called an unwritable cache folder
-        (f"tokenize {text}", "is not a folder of Parquet shards; other texts need not"),
+        (f"tokenize {text}", "is not a folder of Parquet shards; only shards can"),
         (f"tokenize {tmp_path / 'none'}", "does not exist"),
     ):
         refused(["data", *command.split()], message)

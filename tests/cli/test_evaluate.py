@@ -113,7 +113,7 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
     assert et(*both) == 0
     printed = capsys.readouterr()
     assert "by training pools, gap" in printed.out
-    assert "short.txt: too short for training pools, since a batch has 64 tokens" in printed.err
+    assert "short.txt: too short to form training pools, since a batch has 64 tokens" in printed.err
     for name in ("threshold", "choice"):
         data = read(runs / name)["data"]
         assert list(data) == [str(math), str(short)]
@@ -334,14 +334,14 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
         (["threshold", "--bundle", "bundle", "--max-per-task", 1], "copy shows 1 solved examples"),
         (["threshold", "--bundle", "bundle", "--max-per-task", 0], "--max-per-task: expected a whole number"),
         (["threshold", "--eval-tokens", 0], "--eval-tokens: expected a whole number of at least 1 or none, not 0"),
-        (["threshold", "--tasks", "copy"], "--tasks copy: has no effect without --bundle"),
+        (["threshold", "--tasks", "copy"], "--tasks copy has no effect without --bundle"),
         (["threshold", "--no-validation"], "--no-validation"),
         (
             ["threshold", "--no-validation", "--bundle", "bundle", "--eval-tokens", 5],
             "has no effect without --validation",
         ),
-        (["threshold", "--text-field", "body"], "--text-field body: has no effect without --data"),
-        (["threshold", "--harness-path", "bundle"], "--harness-path bundle: has no effect without --harness"),
+        (["threshold", "--text-field", "body"], "--text-field body has no effect without --data"),
+        (["threshold", "--harness-path", "bundle"], "--harness-path bundle has no effect without --harness"),
         (["threshold", "--data", "bundle/nothing.txt"], "nothing.txt does not exist"),
         (["threshold", "--data", "bundle/eval_data/copy.jsonl"], "line 1 has no text in text_field='text'"),
         (["threshold", "--step", 7], "no checkpoint of step 7"),

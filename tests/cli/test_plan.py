@@ -284,7 +284,7 @@ def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         ("--gpus 4 --batch-size 2 --accumulation 8", "4 ranks cannot share the 2 sequences"),
         ("--gpus 16 --train.expert-parallel 5", "expert_parallel=5 does not divide the 16 ranks"),
         ("--gpus 3 --batch-size 3 --train.expert-parallel 3", "num_experts=16 cannot be split over 3 ranks"),
-        ("--peak-tflops 1e-320", "the run would never end"),
+        ("--peak-tflops 1e-320", "the run would never finish"),
         ("--peak-tflops 1e-9 --price-per-gpu-hour 1e308", "--price-per-gpu-hour 1e+308: the cost overflows"),
         ("--utilisation 0", "--utilisation: expected a number above 0 and at most 1, not 0"),
         ("--utilisation 1.5", "--utilisation: expected a number above 0 and at most 1, not 1.5"),

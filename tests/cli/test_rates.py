@@ -109,8 +109,8 @@ def test_results_at_a_rate_are_kept_apart_from_those_as_trained(runs: Path, caps
         ("expert_choice", ["--rates", "1,x"], "--rates 1,x: expected a number of at least 0, not x"),
         ("expert_choice", ["--rates", "1,-1"], "--rates 1,-1: expected a number of at least 0, not -1"),
         ("expert_choice", ["--rates", "1,5"], "rate=5.0 must be between 0 and num_experts=4"),
-        ("expert_choice", ["--rates=1", "--rate=1"], "--rates 1: measures only the validation loss; leave --rate out"),
-        ("expert_choice", ["--rates=1", "--bundle=x"], "--rates 1: measures only the validation loss; leave --bundle"),
+        ("expert_choice", ["--rates=1", "--rate=1"], "--rates 1 measures only the validation loss; leave --rate out"),
+        ("expert_choice", ["--rates=1", "--bundle=x"], "--rates 1 measures only the validation loss; leave --bundle"),
         ("expert_choice", ["--rates=1", "--max-per-task=3"], "leave --max-per-task out"),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_run_is_served_until_the_server_is_interrupted(path: Path) -> None:
 def test_a_port_in_use_is_refused_before_anything_starts(path: Path, refused: Refused) -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
-        refused(["serve", path, "--port", port], f"--port {port}: already in use on 127.0.0.1")
+        refused(["serve", path, "--port", port], f"--port {port} is already in use on 127.0.0.1")
 
 
 def test_a_host_that_is_allowed_already_is_named_once(path: Path) -> None:
@@ -79,12 +79,12 @@ def test_a_host_that_is_allowed_already_is_named_once(path: Path) -> None:
         (["--threads", "0"], "--threads: expected a whole number of at least 1 or none, not 0"),
         (["--threads", "1000000"], "threads=1000000"),
         (["--max-body-seconds", "0"], "--max-body-seconds: expected a number above 0, not 0"),
-        (["--host", "192.0.2.1"], "--host 192.0.2.1: not an address of this machine"),
-        (["--host", "nowhere.invalid"], "--host nowhere.invalid: unknown host"),
-        (["--host", "a" * 70], f"--host {'a' * 70}: unknown host"),
-        (["--public-host", "https://a.b/"], "--public-host https://a.b/: must be a host name alone"),
-        (["--cors", "example.org"], "--cors example.org: must be an origin, such as https://example.org"),
-        (["--api-key", "key "], "--api-key or ET_API_KEY must consist of ASCII letters, digits and signs"),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1 is not an address of this machine"),
+        (["--host", "nowhere.invalid"], "--host nowhere.invalid is unknown"),
+        (["--host", "a" * 70], f"--host {'a' * 70} is unknown"),
+        (["--public-host", "https://a.b/"], "--public-host https://a.b/ must be a plain host name"),
+        (["--cors", "example.org"], "--cors example.org must be an origin, such as https://example.org"),
+        (["--api-key", "key "], "--api-key or ET_API_KEY must be printable ASCII without spaces"),
         (["--host", "0.0.0.0", "--compare", "other"], "add --explorer"),
     ],
 )

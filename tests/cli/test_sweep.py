@@ -166,7 +166,7 @@ def test_a_comparison_with_options_that_no_sweep_found_is_refused(
         (tmp_path / "none",): "contains no METHOD/best.json",
         (empty,): "contains no METHOD/best.json",
         (finished, other): "also tuned dense",
-        (damaged,): "best.json: not a JSON",
+        (damaged,): "best.json is not a JSON",
         (other,): "no best options for expert_threshold",
     }.items():
         tuned = [part for folder in wrong for part in ("--tuned", folder)]
@@ -314,7 +314,7 @@ def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_agai
         (["--space", "optim.matrix_lr="], ["--space optim.matrix_lr=: write NAME=LOW..HIGH"]),
         (["--space", "optim.matrix_lr=0.1"], ["nothing to search", "two or more"]),
         (["--space", "optim.matrix_lr=0.1|0.1"], ["nothing to search"]),
-        (["--space", "optim.matrix_lr=0.1|0.2|1e-1"], ["nothing to search", "two or more different values"]),
+        (["--space", "optim.matrix_lr=0.1|0.2|1e-1"], ["nothing to search", "two or more distinct values"]),
         (["--space", "train.batch_size=1|2"], ["batch_size cannot be searched", "run a sweep for each --batch-size"]),
         (["--space", "train.steps=1..9"], ["train.steps cannot be searched, since all trials share the text"]),
         (["--space", "optim.matrix_lr=0.1..0.1"], ["nothing to search", "0.1 is not below 0.1"]),
@@ -424,7 +424,7 @@ def test_what_does_not_continue_the_sweep_of_a_folder_is_refused(
         (["--steps", 8], ["steps=8 differs from 4"]),
         (["--space", "optim.head_lr=0.1..0.2"], ["space=", "differs from"]),
     ):
-        refused([*command, *changed, "--out", copy], *parts, "name another --out")
+        refused([*command, *changed, "--out", copy], *parts, "use another --out")
     of_another = ["d4" if argument == "tiny" else argument for argument in command]
     refused([*of_another, "--out", copy], "preset='d4' differs from 'tiny'")
     journal = copy / sweep.STUDIES
@@ -434,7 +434,7 @@ def test_what_does_not_continue_the_sweep_of_a_folder_is_refused(
         shutil.rmtree(copy)
         copy.mkdir()
         (copy / name).write_text("{}")
-        refused([*command, "--out", copy], str(copy), "name another --out")
+        refused([*command, "--out", copy], str(copy), "use another --out")
     monkeypatch.setitem(sys.modules, "optuna", None)
     refused([*command, "--out", copy / "out"], install("sweep"))
 

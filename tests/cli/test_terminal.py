@@ -56,7 +56,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("line", ["data core", "data tokenizer", "train --data fineweb-edu"])
 def test_without_a_home_folder_another_cache_is_asked_for(line: str, homeless: None, refused: Refused) -> None:
     assert public.core_bundle() is None  # which is asked for by every evaluation
-    refused(line.split(), f"name another cache in {VARIABLE}")
+    refused(line.split(), f"set {VARIABLE} to another cache folder")
 
 
 @pytest.mark.parametrize("line", ["train --data ~no-such-user/text", "evaluate ~no-such-user/run"])

@@ -155,7 +155,7 @@ def test_fineweb_edu_is_the_first_shards_and_the_last_for_validation(server: Ser
     assert [path.name for path in paths] == names
     assert left_over(tmp_path / "fineweb-edu") == names
     for shards in (0, 1823):
-        with pytest.raises(ValueError, match=rf"--shards {shards}: give a number from 1 to 1822"):
+        with pytest.raises(ValueError, match=rf"--shards {shards} must be a number from 1 to 1822"):
             public.fetch_fineweb_edu(tmp_path, shards, no_progress)
 
 
@@ -195,7 +195,7 @@ def test_the_eval_bundle_is_unpacked_and_found(server: Server, tmp_path: Path, m
 )
 def test_a_damaged_archive_is_refused_entirely(archive: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(archive)
-    with pytest.raises(ValueError, match=rf"a\.zip cannot be unpacked \(.*({reason}).*\): delete it and download it"):
+    with pytest.raises(ValueError, match=rf"a\.zip cannot be unpacked \(.*({reason}).*\); delete it and download it"):
         public.unzip(tmp_path / "a.zip", tmp_path / "out", "eval_bundle")
     assert not (tmp_path / "out").exists()
 

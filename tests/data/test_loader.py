@@ -109,7 +109,7 @@ def test_order_of_documents_is_the_same_on_every_machine() -> None:
 
 
 def test_fewer_tokens_than_a_row_needs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"context=8 needs at least 9 tokens of text, but there are 8: give more text"):
+    with pytest.raises(ValueError, match=r"context=8 needs at least 9 tokens of text, but there are only 8; provide"):
         Loader(tokens_of([4, 4]), 1, 8, seed=0)
     assert next(Loader(tokens_of([4, 5]), 4, 8, seed=0)).tokens.shape == (4, 8)
 

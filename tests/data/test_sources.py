@@ -98,7 +98,7 @@ def test_embedded_documents_are_sources_docstrings_and_topics(tmp_path: Path) ->
 def test_a_python_without_sources_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(embedded, "documents", embedded.documents.__wrapped__)  # type: ignore[attr-defined]
-    assert_refused("embedded contains no documents: this Python comes without the source", "embedded")
+    assert_refused("embedded contains no documents; this Python comes without the source", "embedded")
 
 
 # Files.
@@ -328,25 +328,25 @@ def assert_refused(start: str, source: Path | str, **options: str) -> None:
 
 
 def test_what_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
-    assert_refused(f"{tmp_path}/none.txt does not exist: give", tmp_path / "none.txt")
-    assert_refused(f"{tmp_path} contains no .txt, .jsonl or .parquet file: add", tmp_path)
+    assert_refused(f"{tmp_path}/none.txt does not exist; use", tmp_path / "none.txt")
+    assert_refused(f"{tmp_path} contains no .txt, .jsonl or .parquet file; add", tmp_path)
     (tmp_path / "a.csv").write_text("a,b")
-    assert_refused(f"{tmp_path} contains no .txt, .jsonl or .parquet file: add", tmp_path)
-    assert_refused(f"{tmp_path}/a.csv is not a .txt, .jsonl or .parquet file: convert", tmp_path / "a.csv")
+    assert_refused(f"{tmp_path} contains no .txt, .jsonl or .parquet file; add", tmp_path)
+    assert_refused(f"{tmp_path}/a.csv is not a .txt, .jsonl or .parquet file; convert", tmp_path / "a.csv")
     for name in ("empty.txt", "empty.jsonl"):
         (tmp_path / name).write_text(" \n")
-        assert_refused(f"{tmp_path}/{name} contains no documents: add some text", tmp_path / name)
+        assert_refused(f"{tmp_path}/{name} contains no documents; add some text", tmp_path / name)
     write_parquet(tmp_path / "empty.parquet", [])
-    assert_refused(f"{tmp_path}/empty.parquet contains no documents: add some text", tmp_path / "empty.parquet")
+    assert_refused(f"{tmp_path}/empty.parquet contains no documents; add some text", tmp_path / "empty.parquet")
 
 
 def test_a_split_without_documents_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_jsonl(path, ["only one"] * 3)
-    assert_refused(f"{path} has no documents left for train: add more distinct documents", path)
+    assert_refused(f"{path} has no documents left for train; add more distinct documents", path)
     write_parquet(tmp_path / "a.parquet", TEXTS)
     write_parquet(tmp_path / "b.parquet", [])
-    assert_refused(f"{tmp_path}/b.parquet contains no documents: add some, or remove the file", tmp_path)
+    assert_refused(f"{tmp_path}/b.parquet contains no documents; add some, or remove the file", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -354,19 +354,19 @@ def test_text_that_is_not_utf8_is_refused_with_its_offset(name: str, tmp_path: P
     data = b'{"text": "fine"}\n{"text": "caf\xe9"}\n'
     (tmp_path / name).write_bytes(data)
     offset = data.index(b"\xe9")
-    assert_refused(f"{tmp_path / name} is not UTF-8 at byte {offset}: convert", tmp_path / name)
+    assert_refused(f"{tmp_path / name} is not valid UTF-8 at byte {offset}; convert", tmp_path / name)
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"text": ', "is not JSON (Expecting value): each"),
-        ("[" * 100_000, "is not JSON (maximum recursion depth exceeded"),
-        ('{"text": ' + "1" * 5000 + "}", "is not JSON (Exceeds the limit (4300 digits)"),
-        ("[1]", "is not a JSON object: each"),
-        ('{"id": 1, "a": "x", "b": "y"}', "has no text in text_field='text': the fields with text are: a, b"),
-        ('{"text": 5}', "has no text in text_field='text': the fields with text are: none"),
-        ('{"text": "\\ud83d"}', "contains half of a surrogate pair: repair"),
+        ('{"text": ', "is not valid JSON (Expecting value); each"),
+        ("[" * 100_000, "is not valid JSON (maximum recursion depth exceeded"),
+        ('{"text": ' + "1" * 5000 + "}", "is not valid JSON (Exceeds the limit (4300 digits)"),
+        ("[1]", "is not a JSON object; each"),
+        ('{"id": 1, "a": "x", "b": "y"}', "has no text in text_field='text'; the fields with text are a, b"),
+        ('{"text": 5}', "has no text in text_field='text'; the fields with text are none"),
+        ('{"text": "\\ud83d"}', "contains an unpaired surrogate; repair"),
     ],
 )
 def test_a_wrong_jsonl_line_is_refused_with_its_number(line: str, problem: str, tmp_path: Path) -> None:
@@ -378,8 +378,8 @@ def test_a_wrong_jsonl_line_is_refused_with_its_number(line: str, problem: str, 
 def test_a_parquet_file_without_the_column_is_refused_with_the_columns_it_has(tmp_path: Path) -> None:
     path = tmp_path / "b.parquet"
     write_parquet(path, TEXTS, field="body")
-    assert_refused(f"{path} has no column text_field='text': its columns are: id, body", path)
-    assert_refused(f"{path}, column text_field='id' contains int64: name", path, text_field="id")
+    assert_refused(f"{path} has no column text_field='text'; its columns are id, body", path)
+    assert_refused(f"{path}, column text_field='id' contains int64; choose", path, text_field="id")
     write_parquet(tmp_path / "a.parquet", TEXTS)
     assert_refused(f"{path} has no column text_field='text'", tmp_path)
 
@@ -403,7 +403,7 @@ def test_parquet_rows_that_are_not_utf8_are_refused(kind: pyarrow.DataType, tmp_
     path = tmp_path / "a.parquet"
     array = pyarrow.array([b"fine", None, b"caf\xe9"], pyarrow.binary()).view(kind)
     pyarrow.parquet.write_table(pyarrow.table({"text": array}), path)
-    assert_refused(f"{path}, row 2 is not UTF-8: rewrite", path)
+    assert_refused(f"{path}, row 2 is not valid UTF-8; rewrite", path)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions differ")

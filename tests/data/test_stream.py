@@ -160,7 +160,7 @@ def test_a_position_outside_the_corpus_is_refused() -> None:
     parts = Parts([[5, 5]] * 12)
     for tokens in (parts, parts.parts[0]):
         for position in (Position(0, 0, 99), Position(0, 99, 0), Position(0, -1, 0), Position(-1, 0, 0)):
-            with pytest.raises(ValueError, match="is not in this corpus: resume with the data that the run"):
+            with pytest.raises(ValueError, match="is not in this corpus; resume with the data that the run"):
                 next(Loader(tokens, 1, 4, seed=0, position=position))
 
 
@@ -251,7 +251,7 @@ def test_packing_stops_once_there_is_enough(tmp_path: Path, tokenizer: Tokenizer
 
 def test_fineweb_edu_opens_the_downloaded_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERT_THRESHOLD_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"fineweb-edu is not in .*: download it with et data fineweb-edu --shards N"):
+    with pytest.raises(ValueError, match=r"fineweb-edu is not in .*; download it with et data fineweb-edu --shards N"):
         open_source("fineweb-edu")
     folder = write_shards(tmp_path / "fineweb-edu", TEXTS)
     (folder / "shard_0.parquet").rename(folder / "shard_00000.parquet")
@@ -307,7 +307,7 @@ def test_tokenizing_resumes_where_it_was_interrupted(tmp_path: Path, tokenizer: 
     out = tmp_path / "tokens"
     with pytest.raises(KeyboardInterrupt):
         tokenized(corpus, tokenizer, out, progress=interrupt)
-    with pytest.raises(ValueError, match=f"{out} is not finished: resume with et data tokenize --out {out}"):
+    with pytest.raises(ValueError, match=f"{out} is not finished; resume with et data tokenize --out {out}"):
         open_source(str(out))
     made = {path: path.stat().st_mtime_ns for path in out.rglob("*.npz")}
     tokenized(corpus, tokenizer, out)
@@ -336,12 +336,12 @@ def test_a_folder_of_other_tokens_is_left_alone(tmp_path: Path, tokenizer: Token
     corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
     out = tmp_path / "tokens"
     tokenized(corpus, tokenizer, out)
-    with pytest.raises(ValueError, match=r"contains tokens of another text or tokenizer; name another --out"):
+    with pytest.raises(ValueError, match=r"contains tokens of another text or tokenizer; use another --out"):
         tokenized(corpus, Tokenizer.train(TEXTS, 290), out)
-    with pytest.raises(ValueError, match=r"already exists and is not a token folder; name another --out"):
+    with pytest.raises(ValueError, match=r"already exists and is not a token folder; use another --out"):
         tokenized(corpus, tokenizer, tmp_path / "shards")
     stored = open_source(str(out))
-    with pytest.raises(ValueError, match=r"was tokenized with a different tokenizer than this run's: give the text"):
+    with pytest.raises(ValueError, match=r"was tokenized with a different tokenizer than this run's; pass the text"):
         stored.parts("train", Tokenizer.train(TEXTS, 290))
 
 
@@ -353,13 +353,13 @@ def test_damaged_token_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> 
     whole = path.read_bytes()
     for damaged in (whole[:100] + bytes([whole[100] ^ 1]) + whole[101:], whole[:-1], b"", None):
         path.unlink() if damaged is None else path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"^{path} is missing or damaged \(.*\): remove it and continue with"):
+        with pytest.raises(ValueError, match=rf"^{path} is missing or damaged \(.*\); remove it and continue with"):
             list(open_source(str(out)).documents("train"))
     tokenized(corpus, tokenizer, out)
     assert path.read_bytes() == whole
     Tokenizer.train(TEXTS, 290).save(out / "tokenizer.json")
-    with pytest.raises(ValueError, match=r"tokenizer.json is not the tokenizer of these tokens: restore the file"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is not the tokenizer of these tokens; restore the file"):
         open_source(str(out))
     (out / "tokens.json").write_text("[]")
-    with pytest.raises(ValueError, match=rf"^{out} contains no tokens that this version can read: create them with et"):
+    with pytest.raises(ValueError, match=rf"^{out} contains no tokens that this version can read; create them with et"):
         open_source(str(out))

@@ -70,19 +70,19 @@ def test_the_smallest_vocabulary_is_the_bytes(tokenizer: Tokenizer) -> None:
 
 
 def test_a_vocabulary_too_small_for_the_bytes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"vocab_size=256 is too small: give at least 257"):
+    with pytest.raises(ValueError, match=r"vocab_size=256 is too small; use at least 257"):
         Tokenizer.train(TEXT, 256)
 
 
 def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_largest_possible() -> None:
-    with pytest.raises(ValueError, match=r"vocab_size=260 is too large for this text: it supports at most 259;"):
+    with pytest.raises(ValueError, match=r"vocab_size=260 is too large for this text, which supports at most 259;"):
         Tokenizer.train(["abab"], 260)
     assert Tokenizer.train(["abab"], 259).vocab_size == 259
 
 
 def test_a_vocabulary_beyond_all_texts_is_refused_before_merges_are_made() -> None:
     """9,999,999 tokens of the embedded text were refused only after 49 seconds of merging."""
-    with pytest.raises(ValueError, match=r"vocab_size=9999999 is too large: give at most 1048576"):
+    with pytest.raises(ValueError, match=r"vocab_size=9999999 is too large; use at most 1048576"):
         Tokenizer.train(iter(lambda: 1 / 0, ""), 9_999_999)
 
 

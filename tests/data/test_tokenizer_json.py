@@ -165,5 +165,5 @@ def test_a_vocabulary_that_no_merges_lead_to_is_refused() -> None:
     tokens = [bytes([byte]) for byte in range(256)]
     with pytest.raises(ValueError, match=r"token 256, b'abc', is not a merge of two earlier tokens"):
         to_tokenizer_json([*tokens, b"abc"], PATTERN, BOS)
-    with pytest.raises(ValueError, match="two tokens are equal, or one of them reads"):
+    with pytest.raises(ValueError, match="two tokens are equal, or one of them is"):
         to_tokenizer_json([*tokens, b"a"], PATTERN, BOS)

@@ -108,7 +108,7 @@ def test_a_bundle_is_read(bundle: Path) -> None:
     [
         ("core.yaml", None, "core.yaml is missing"),
         ("eval_meta_data.csv", None, "eval_meta_data.csv is missing"),
-        ("eval_data/who.jsonl", None, r"who.jsonl: the file is missing"),
+        ("eval_data/who.jsonl", None, r"who.jsonl is missing"),
         ("core.yaml", "", "core.yaml is damaged"),
         ("core.yaml", "tasks:\n- label: x\n", "core.yaml is damaged .it contains no 'icl_tasks'"),
         ("core.yaml", "icl_tasks:\n- x\n", "core.yaml is damaged"),

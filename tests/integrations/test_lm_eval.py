@@ -223,8 +223,8 @@ def test_local_tasks_are_asked_and_their_scores_shown_and_written(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["colour", "--harness-path", "tasks"], "--harness colour: unknown task; did you mean colours?"),
-        (["colours", "--harness-path", "nowhere"], "--harness-path nowhere: no such folder"),
+        (["colour", "--harness-path", "tasks"], "--harness: unknown task colour; did you mean colours?"),
+        (["colours", "--harness-path", "nowhere"], "--harness-path nowhere is not a folder"),
         (["writing", "--harness-path", "tasks"], "--harness writing: its questions cannot be loaded"),
     ],
 )

@@ -216,7 +216,7 @@ def test_stopped_anywhere_and_repeated_it_gives_what_it_gives_in_one_go(
         assert (tmp_path / "two").exists() == (codes[-1] == 0)
         if len(codes) == 2:
             arguments = ["retrofit", tmp_path / "run", "--to", tmp_path / "two", "--data", text]
-            refused(arguments, f"{tmp_path / 'two.partial'}: contains unfinished work with other options")
+            refused(arguments, f"{tmp_path / 'two.partial'} contains unfinished work with other options")
     assert codes[-1] == 0
     assert len(codes) > 4
     one, two = (read(tmp_path / name / "retrofit.json") for name in ("one", "two"))

@@ -324,7 +324,7 @@ def test_a_rule_that_looks_at_sequences_generates_without_a_cache(exported: Fold
         {"attention_mask": torch.tensor([[0] + [1] * 39] * 3)},
         {"position_ids": torch.arange(40)[None] % 20},
     ):
-        with pytest.raises(ValueError, match="looks at whole sequences"):
+        with pytest.raises(ValueError, match="needs whole sequences"):
             model(tokens(), **options)
 
 

@@ -231,7 +231,7 @@ def test_compiled_for_any_shape_it_is_the_same(rule: str) -> None:
 
 @pytest.mark.parametrize("shape", [(8, 8), (2, 3, 7), (8,), (1, 2, 3, 8)])
 def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"x has the shape {shape}; it must be (batch, time, d_model=8)")):
+    with pytest.raises(ValueError, match=re.escape(f"x must have shape (batch, time, d_model=8), not {shape}")):
         MoE(8, 12, TokenChoice(4, 1))(torch.zeros(shape))
 
 

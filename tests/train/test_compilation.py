@@ -43,7 +43,7 @@ def test_a_long_run_of_one_process_is_compiled_and_what_does_not_pay_or_work_is_
     config: GPTConfig, train: TrainConfig, device: str, ranks: int, compiles: bool, compiler: None
 ) -> None:
     assert pick_compile(config, train, torch.device(device), ranks=ranks, say=print) == compiles
-    with pytest.raises(ValueError, match="only single-process runs"):
+    with pytest.raises(ValueError, match="not supported for several processes"):
         pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=2, say=print)
 
 
@@ -54,7 +54,7 @@ def test_without_a_compiler_auto_goes_on_without_and_on_says_so(
     arguments = ["train", "tiny", "--compile", "on", "--out", str(tmp_path / "run")]
     for more in ([], ["--minutes", "0.1"]):
         assert main([*arguments, *more]) == 2
-        assert "compile='on' does not work on this machine (no g++); give --compile off" in capsys.readouterr().err
+        assert "compile='on' does not work on this machine (no g++); use --compile off" in capsys.readouterr().err
 
 
 def test_a_compiled_model_trains(compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path) -> None:

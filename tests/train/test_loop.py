@@ -347,7 +347,7 @@ def test_weights_of_another_architecture_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 4}, "steps=4 is not more than the 8 steps of"),
+        ({"steps": 4}, "steps=4 is not above the 8 steps of"),
         ({"batch_size": 4}, "batch_size=4 differs from 2"),
         ({"model": tiny(context=8)}, "context=8 differs from 16"),
         ({"optim": OptimConfig(betas=(0.8, 0.95))}, r"betas=\[0.8, 0.95\] differs"),
@@ -407,7 +407,7 @@ def test_a_finished_run_continues_for_more_steps_and_every_resume_of_it_is_the_s
         ({"model": tiny(ExpertThreshold(64, 1))}, "k = .* = 0"),
         ({"model": tiny(ExpertChoice(4, 1, pool=7))}, "pool=7 does not divide"),
         ({"model": tiny(ExpertChoice(32, 1, pool="sequence"))}, "k = .* = 0"),
-        ({"model": tiny(vocab_size=256)}, "vocab_size=256 is too small: give at least 257"),
+        ({"model": tiny(vocab_size=256)}, "vocab_size=256 is too small; use at least 257"),
         ({"core_max_per_task": 5}, "core_max_per_task=5 has no effect without CORE"),
         pytest.param(
             {"device": "cuda"},

@@ -125,7 +125,7 @@ def audit(
         stream = (token for document in documents for token in (*start, *tokenizer.encode(document)))
         found = [*islice(stream, max(tokens // len(texts), LEAST))]
         if len(found) < LEAST:
-            raise ValueError(f"{text} has {counted(len(found), 'token')}; give at least {LEAST}")
+            raise ValueError(f"{text} has {counted(len(found), 'token')}; at least {LEAST} are needed")
         ids[text] = torch.tensor(found, device=next(model.parameters()).device)
     first, context = torch.cat([*ids.values()]), _context(model)
     time = min(TIME, context, len(first) // ROWS)

@@ -83,7 +83,7 @@ def forward(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     output = model(tokens, **{name: value for name, value in options.items() if name in accepted})
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.shape[:2] != tokens.shape:
-        raise ValueError(f"{type(model).__name__} does not return logits for each token; give a causal language model")
+        raise ValueError(f"{type(model).__name__} does not return logits for each token; pass a causal language model")
     return logits
 
 
@@ -159,7 +159,7 @@ class Probe:
         own = model.compute_dtype if isinstance(model, GPT) else next(model.parameters()).dtype
         self.dtype = torch.float64 if self.exact else own
         if self.base[LOGITS].isnan().any():
-            raise ValueError("the model's logits are not numbers; audit another checkpoint")
+            raise ValueError("the model's logits are not finite; audit another checkpoint")
         self.tolerance = self._measure_tolerance()
 
     def _raise_precision(self, model: nn.Module) -> None:
@@ -205,7 +205,7 @@ class Probe:
         self.seed = 1
         again = float(self._apart(self.see(partial(forward, tokens=self.tokens))).max())
         if again > FACTOR * max(shaken):
-            raise ValueError(f"logits of the same tokens differ by {again:.2g} between calls; switch off random draws")
+            raise ValueError(f"logits of the same tokens differ by {again:.2g} between calls; disable its randomness")
         return FACTOR * max(shaken)
 
     def _apart(self, seen: Results) -> Tensor:

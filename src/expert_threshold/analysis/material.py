@@ -157,7 +157,7 @@ class Material:
         corpus = self._opened(str(data), lambda _: open_source(**asdict(DataConfig(**data))))
         if corpus.hash != run.folder.section("corpus")["hash"]:
             raise ValueError(
-                f"{corpus.name} has changed since {run.folder.path} was started; restore it, or name --data SOURCE"
+                f"{corpus.name} has changed since {run.folder.path} was started; restore it, or use --data SOURCE"
             )
         return corpus
 

@@ -113,8 +113,8 @@ def _read(folder: RunFolder) -> Run:
     for section in ("model", "rule", "optim", "train", "data", "corpus"):
         folder.section(section)  # raises ValueError if a section is missing
     if folder.latest_checkpoint() is None:
-        raise ValueError(f"{folder.path}: no checkpoint was saved yet; train it longer")
-    with corrupted_file_error(folder.path, "restore config.json and metrics.jsonl from a copy, or train again"):
+        raise ValueError(f"{folder.path} has no checkpoint yet; train it until the first is saved")
+    with corrupted_file_error(folder.path, "restore config.json and metrics.jsonl from a backup, or train again"):
         run = read_run(folder)
         for record in (*run.train, *run.validation):
             require_numbers(record)

@@ -168,7 +168,7 @@ class Run:
 
 def damaged(folder: RunFolder) -> AbstractContextManager[None]:
     """Return a context that names the folder and a remedy if a run of a comparison cannot be read."""
-    remedy = f"restore it from a copy, or remove {folder.path} to train that run again"
+    remedy = f"restore it from a backup, or remove {folder.path} to train that run again"
     return corrupted_file_error(folder.path, remedy)
 
 

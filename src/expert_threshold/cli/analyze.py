@@ -87,7 +87,7 @@ def named_domains(options: Mapping[str, Any]) -> dict[str, Domain]:
         if source is not None:
             domains[name] = Domain(source, DOMAINS[name])
             if not expand(source).exists():
-                raise ValueError(f"{flag} {source}: does not exist; give the folder or .jsonl file of the data set")
+                raise ValueError(f"{flag} {source} does not exist; pass the folder or the .jsonl file of the data set")
     for text in options.get("domain") or ():
         name, equals, source = text.partition("=")
         if not (equals and source and re.fullmatch(r"[\w-]+", name)):

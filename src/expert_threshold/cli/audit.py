@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> None:
         with style():  # fails early without matplotlib
             pass
         if page.is_dir() or not page.parent.is_dir():
-            raise ValueError(f"--page {page}: must be a file in an existing folder; use another path")
+            raise ValueError(f"--page {page} must be a file in an existing folder; use another path")
     device = pick_device(options["device"])
     model, tokenizer = load_any(options["model"], options["step"], device, pick_dtype(options["dtype"], device))
     with Display(Console(stderr=True), name=options["model"]) as display:

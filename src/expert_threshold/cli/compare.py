@@ -164,7 +164,7 @@ def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path
         files = {path.parent.name: path for path in Path(folder).glob("*/best.json")}
         if not files:
             raise ValueError(
-                f"--tuned {folder}: contains no METHOD/best.json; give the folder of a sweep with finished trials"
+                f"--tuned {folder} contains no METHOD/best.json; pass the folder of a sweep that has finished trials"
             )
         if twice := sorted(files.keys() & found.keys()):
             raise ValueError(
@@ -176,7 +176,7 @@ def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path
         kin = [name, *(other for other in known if known[other].rule == known[name].rule)]
         path = next((found[other] for other in kin if other in found), None)
         if path is None:
-            none = f"there are no best options for {name}; tune it, or leave it out of --rules"
+            none = f"no best options were found for {name}; tune it, or leave it out of --rules"
             raise ValueError(f"--tuned {' '.join(folders)}: {none}")
         read_config_file(str(path), "--tuned")
         chosen[name] = path
@@ -189,7 +189,7 @@ def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | No
     files: a file of options for each method. Flags override these options.
     """
     if files and "config" in given:
-        raise ValueError(f"--config {given['config']}: --tuned already gives each method a file; leave one of them out")
+        raise ValueError(f"--config {given['config']}: --tuned already provides a file for each method; omit one")
     known = methods()
     of_rules = [path for path in given if path.startswith("rule.")]
     for path in of_rules:
@@ -207,7 +207,7 @@ def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | No
         require_trainable(config.model, config.train)
         configs[name] = replace(config, data=replace(config.data, source=absolute(config.data.source)))
     if config.train.eval_every is None:
-        raise ValueError("--eval-every none: methods are compared by their validation loss, so leave it out")
+        raise ValueError("--eval-every none: methods are compared by their validation loss; omit this option")
     return configs
 
 
@@ -219,8 +219,8 @@ def require_shared_budget(configs: Mapping[str, RunConfig]) -> None:
         for option, value in mine.items():
             if value != shared[0][option]:
                 raise ValueError(
-                    f"--tuned: {name} has {option}={value!r} but {names[0]} has {shared[0][option]!r}; methods in a "
-                    "comparison must share text, batch and trunk; tune them with equal settings, or set the option here"
+                    f"--tuned: {name} has {option}={value!r} but {names[0]} has {shared[0][option]!r}; all "
+                    "methods must use the same text, batch and trunk; tune them alike, or set the option here"
                 )
 
 

@@ -109,7 +109,7 @@ def _tokenizer(given: Given, display: Display) -> str:
     require_vocab_size(given["vocab_size"])
     corpus = _open(given)
     if given["out"] is None and _beside(given).is_file():
-        raise ValueError(f"--out is missing: {given['source']} is a file, not a folder; choose the file to create")
+        raise ValueError(f"--out is required because {given['source']} is not a folder; choose the file to create")
     out = Path(given["out"] or _beside(given) / TOKENIZER)
     if out.exists():
         raise ValueError(f"{out} already exists; delete it, or use another --out")
@@ -127,10 +127,10 @@ def _tokenizer(given: Given, display: Display) -> str:
 def _tokenize(given: Given, display: Display) -> str:
     corpus = _open(given)
     if corpus.parts is None or corpus.tokenized:
-        raise ValueError(f"{corpus.name} is not a folder of Parquet shards; other texts need not be tokenized")
+        raise ValueError(f"{corpus.name} is not a folder of Parquet shards; only shards can be tokenized in advance")
     tokenizer = Tokenizer.load(given["tokenizer"]) if given["tokenizer"] else corpus.tokenizer
     if tokenizer is None:
-        raise ValueError(f"no {TOKENIZER} next to {corpus.name}; train one with et data tokenizer, or use --tokenizer")
+        raise ValueError(f"{corpus.name} has no {TOKENIZER}; train one with et data tokenizer, or use --tokenizer")
     out = Path(given["out"] or f"{_beside(given)}-tokens")
     require_writable(out.absolute().parent, OUT)
     display.say(corpus.describe())

@@ -195,12 +195,12 @@ def _check(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     for name in NOT_AT_RATES if options["rates"] is not None else ():
         if options[name] != defaults[name]:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"--rates {options['rates']}: measures only the validation loss; leave {flag} out")
+            raise ValueError(f"--rates {options['rates']} measures only the validation loss; leave {flag} out")
     for name, needed in NEEDS.items():
         flag = "--" + name.replace("_", "-")
         if options[name] != defaults[name] and not any(options[other] for other in needed):
             raise ValueError(
-                f"{flag} {options[name]}: has no effect without {' or '.join(f'--{n}' for n in needed)}; add one"
+                f"{flag} {options[name]} has no effect without {' or '.join(f'--{n}' for n in needed)}; add one"
             )
 
 
@@ -260,7 +260,7 @@ class Run(NamedTuple):
         looks_ahead = rule is not None and rule.looks_ahead and self.results.rate is None
         pooled_at = training_batch(self.folder) if looks_ahead else None
         if looks_ahead and pooled_at is None:
-            self.display.say(f"{what}: without training pools, since {self.folder.path} does not record their size")
+            self.display.say(f"{what}: not by training pools, because {self.folder.path} does not record their size")
         batch = (pooled_at or 1) * self.model.config.context
         # Evaluation uses whole batches, and the last target needs one more token.
         enough = None if eval_tokens is None else eval_tokens + batch
@@ -282,7 +282,7 @@ class Run(NamedTuple):
             same = {f"causal_{name}": number for name, number in causal.losses().items() if name != "tokens"}
             result["training_pools"] = {"batch_size": pooled_at} | pooled.losses() | same
         elif pooled_at is not None:
-            self.display.say(f"{what}: too short for training pools, since a batch has {batch:,} tokens")
+            self.display.say(f"{what}: too short to form training pools, since a batch has {batch:,} tokens")
         return result
 
     def ask_harness(self, harness: Harness, max_per_task: int | None) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def training_batch(folder: RunFolder) -> int | None:
 def _validated_on(folder: RunFolder, remedy: str) -> str:
     """Return the hash of the run's corpus. Raises ValueError, with this remedy, if it is unknown."""
     if not {"corpus", "data"} <= folder.config.keys():
-        raise ValueError(f"{folder.path}: its validation text is unknown; {remedy}")
+        raise ValueError(f"{folder.path}: the validation text is not recorded; {remedy}")
     found: str = folder.section("corpus")["hash"]
     return found
 

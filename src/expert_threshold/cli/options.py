@@ -51,7 +51,7 @@ class Option(NamedTuple):
     def read(self, text: str) -> Any:
         """Convert a text from the command line to a value."""
         if not text and not self.may_be_empty:
-            raise argparse.ArgumentTypeError(f"must not be empty; give {describe(self.kind)}")
+            raise argparse.ArgumentTypeError(f"must not be empty; expected {describe(self.kind)}")
         try:
             return text if self.positional or not text else convert(self.kind, text)
         except ValueError as error:
@@ -170,9 +170,9 @@ def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> l
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if not name:
-            raise ValueError(f"{flag} {shlex.quote(text)}: a name is missing at a comma; write A,B")
+            raise ValueError(f"{flag} {shlex.quote(text)} has an empty name before or after a comma; write A,B")
         if known is not None and name not in known:
-            raise ValueError(f"{flag} {name}: unknown; {did_you_mean(name, known)}")
+            raise ValueError(f"{flag}: {name} is unknown; {did_you_mean(name, known)}")
     return names
 
 

@@ -32,7 +32,7 @@ def read_rates(text: str) -> list[float | None]:
     try:
         return [None, *(convert(NonNegative, part) for part in parse_names("--rates", text))]
     except ValueError as error:
-        raise ValueError(f"--rates {text}: {error}; write numbers as in 0.25,0.5,1,2") from None
+        raise ValueError(f"--rates {text}: {error}; write numbers such as 0.25,0.5,1,2") from None
 
 
 def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:

@@ -76,7 +76,7 @@ def run(arguments: Sequence[str]) -> None:
     asked |= {"step": source.step, "text": corpus.hash}
     work = to.with_name(f"{to.name}.partial")
     if work.exists() and read_json(work / ASKED) != asked:
-        raise ValueError(f"{work}: contains unfinished work with other options; use the same options, or delete it")
+        raise ValueError(f"{work} contains unfinished work with other options; use those options, or delete it")
     with Interrupt() as interrupt, Display(Console(stderr=True), name=options["to"]) as display:
         documents = _documents(source, corpus, options)
         steps = max(options["distill_routers"], options["distill_all"]) * options["batch_size"]
@@ -119,7 +119,7 @@ def _documents(source: Checkpoint, corpus: Corpus, options: Mapping[str, Any]) -
             found.append(ids)
             tokens += len(ids)
     if len(found) < 2:
-        raise ValueError(f"--data {options['data']}: too few held-out documents ({len(found)}); at least 2 are needed")
+        raise ValueError(f"--data {options['data']} has only {len(found)} held-out documents; at least 2 are needed")
     return found
 
 

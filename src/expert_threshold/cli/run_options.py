@@ -88,7 +88,7 @@ def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
         value = loads(Path(path).read_text("utf-8-sig"))  # some Windows editors write a byte order mark
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", error)
-        raise ValueError(f"{flag} {path}: not a JSON or TOML file such as the config.json of a run ({why})") from None
+        raise ValueError(f"{flag} {path} is not a JSON or TOML file such as the config.json of a run ({why})") from None
     try:
         return by_path(value)
     except ValueError as error:

@@ -61,19 +61,19 @@ def run(arguments: Sequence[str]) -> None:
     public = [name.lower() for name in options["public_host"] or []]
     for name in public:
         if host_name(name) != name:
-            raise ValueError(f"--public-host {name}: must be a host name alone, such as explorer.example.org")
+            raise ValueError(f"--public-host {name} must be a plain host name, such as explorer.example.org")
     for origin in options["cors"] or []:
         if not re.fullmatch(r"\*|https?://[^\s/]+", origin):
-            raise ValueError(f"--cors {origin}: must be an origin, such as https://example.org, or * for all")
+            raise ValueError(f"--cors {origin} must be an origin, such as https://example.org, or * for all")
     local = is_local(options["host"])
     private = local and not public
     api_key = os.environ.get(API_KEY) if options["api_key"] is None else options["api_key"]
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
-        raise ValueError(f"--api-key or {API_KEY} must consist of ASCII letters, digits and signs; or leave both out")
+        raise ValueError(f"--api-key or {API_KEY} must be printable ASCII without spaces; or omit both")
     shown = private or options["explorer"]
     compared = options["compare"] or []
     if compared and not shown:
-        raise ValueError(f"--compare {compared[0]} is for the explorer, which is off for remote users; add --explorer")
+        raise ValueError(f"--compare {compared[0]} has no effect without the explorer; add --explorer")
     # Listen first, so that a failure is reported before a model is loaded.
     with contextlib.ExitStack() as listening:
         sockets = [listening.enter_context(each) for each in bind(options["host"], options["port"])]
@@ -98,7 +98,7 @@ def run(arguments: Sequence[str]) -> None:
         )
         if not private:
             who, where = "anyone with the key" if api_key else "anyone", ", ".join((*public, options["host"]))
-            print(f"et serve: {who} who reaches {where} can use this server", file=sys.stderr)
+            print(f"et serve: {who} who can reach {where} can use this server", file=sys.stderr)
         run_server(app, sockets)
 
 

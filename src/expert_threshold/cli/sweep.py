@@ -150,7 +150,7 @@ def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict
             raise ValueError(f"--space {text}: {path} cannot be searched, since {reason}")
         if path not in known:
             remedy = did_you_mean(path, known - NOT_SEARCHED.keys(), "see et sweep --help-all")
-            raise ValueError(f"--space {text}: option {path} is unknown; {remedy}")
+            raise ValueError(f"--space {text}: unknown option {path}; {remedy}")
         if path in space:
             raise ValueError(f"--space {text}: {path} is given twice; give it only once")
         if path in given:
@@ -170,7 +170,7 @@ def read_entry(text: str, values: str, kind: Any) -> Dimension:
         choices = values.split("|")
         parsed = [_parsed(text, kind, choice) for choice in choices]
         if len(parsed) < 2 or any(value in parsed[:place] for place, value in enumerate(parsed)):
-            raise ValueError(f"--space {text}: nothing to search; give two or more different values, as in A|B")
+            raise ValueError(f"--space {text}: there is nothing to search; give two or more distinct values, as in A|B")
         return Dimension(values, CategoricalDistribution(choices), dict(zip(choices, parsed, strict=True)))
     bounds, _, scale = values.partition(":")
     low, high = (_parsed(text, kind, bound) for bound in bounds.split("..", 1))
@@ -178,9 +178,9 @@ def read_entry(text: str, values: str, kind: Any) -> Dimension:
     if not (isinstance(low, int | float) and isinstance(high, int | float)) or bool in plain:
         raise ValueError(f"--space {text}: a range needs two numbers; write other values as A|B|C")
     if scale not in ("", "log"):
-        raise ValueError(f"--space {text}: scale {scale!r} is unknown; write :log, or nothing for a linear scale")
+        raise ValueError(f"--space {text}: unknown scale {scale!r}; append :log, or nothing for a linear scale")
     if not low < high:
-        raise ValueError(f"--space {text}: nothing to search, since {low:g} is not below {high:g}")
+        raise ValueError(f"--space {text}: there is nothing to search, since {low:g} is not below {high:g}")
     if scale == "log" and low <= 0:
         raise ValueError(f"--space {text}: a logarithmic range must start above 0")
     if float in plain:
@@ -208,7 +208,7 @@ def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable
         if (leaves_open(method, path) if path.startswith("rule.") else method.rule != DENSE or path not in OF_EXPERTS)
     }
     if not own:
-        raise ValueError(f"--space has no option of method {name}; add one, or leave {name} out")
+        raise ValueError(f"--space searches no option of method {name}; add one, or leave {name} out")
 
     def configured(values: Mapping[str, Any]) -> RunConfig:
         return configure({**given, **values}, [name])[name]

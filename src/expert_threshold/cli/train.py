@@ -136,7 +136,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         init_from = Path(given["init_from"]) if "init_from" in given else None
         minutes = given.get("minutes")
         if minutes is not None and rendezvous is not None:
-            raise ValueError(f"minutes={minutes}: not supported with several ranks; use --steps")
+            raise ValueError(f"minutes={minutes} is not supported with several ranks; use --steps")
         missing = missing_folders(Path(out))
         folder = RunFolder(Path(from_main(rendezvous, lambda: str(RunFolder.create(out).path))))
         folders.append(folder)
@@ -224,7 +224,7 @@ def _other_threads(config: RunConfig) -> str | None:
     if config.train.threads in (None, usual) or pick_device(config.train.device).type != "cpu":
         return None
     threads = counted(config.train.threads, "thread")
-    return f"note: {threads}, as before, so that rounding is the same; --threads {usual} uses {usual}"
+    return f"note: using {threads} as before, so that rounding is the same; --threads {usual} uses {usual}"
 
 
 def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:

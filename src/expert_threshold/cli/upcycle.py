@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
     known = option_names(options["rule"])
     own = {name: options[name] for name in ("num_experts", "experts_per_token") if name in known}
     step = source.load_checkpoint(options["step"], parts=()).step
-    with corrupted_file_error(source.path / "config.json", "restore it from a copy, or train again"):
+    with corrupted_file_error(source.path / "config.json", "restore it from a backup, or train again"):
         steps = operator.index(source.config.get("train", {}).get("steps", max(step, 1)))
     rule = scaled_rule(options["rule"], steps, **own)  # decay and warmup for a run as long as this one
     assert rule is not None

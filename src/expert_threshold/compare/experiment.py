@@ -21,7 +21,7 @@ from ..train import Text, read_text
 from ..train.device import pick_device, pick_dtype
 from ..train.log import Display, Title, clock
 
-OTHER_FOLDER = "restore it from a copy, or name another --out"
+OTHER_FOLDER = "restore it from a backup, or use another --out"
 OF_MACHINE = {"seed", "device", "threads", "train_shards"}
 """The seed, and options that config.json stores in resolved form. Runs of one method may differ in these options."""
 
@@ -43,7 +43,7 @@ def opened(out: str, what: str, file: str) -> Iterator[Path]:
     folder = Path(out)
     started = (folder / file).is_file()
     if folder.exists() and not started and not (folder.is_dir() and is_vacant(folder)):
-        raise ValueError(f"--out {folder}: already exists and is not a {what}; name another --out")
+        raise ValueError(f"--out {folder} already exists and is not a {what}; use another --out")
     missing = missing_folders(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -74,7 +74,7 @@ def require_same(now: Mapping[str, Any], before: Mapping[str, Any], out: Path) -
         if value != before.get(name):
             raise ValueError(
                 f"{name}={value!r} differs from {before.get(name)!r}, which {out} was started with; "
-                "keep the old value, or name another --out"
+                "keep the old value, or use another --out"
             )
 
 
@@ -100,10 +100,10 @@ def read_shared_text(config: RunConfig, known: KnownText | None, out: Path, cons
         text = read_text(config.model, with_shards(config, known).data, config.train, display)
     name = text.corpus.name
     if known is not None and text.corpus.hash != known.corpus:
-        raise ValueError(f"{name} has changed since {out} was started; restore the text, or name another --out")
+        raise ValueError(f"{name} has changed since {out} was started; restore the text, or use another --out")
     if known is not None and text.tokenizer.hash != known.tokenizer:
         raise ValueError(
-            f"the tokenizer of {name} has changed since {out} was started; restore {TOKENIZER}, or name another --out"
+            f"the tokenizer of {name} has changed since {out} was started; restore {TOKENIZER}, or use another --out"
         )
     return text
 

@@ -38,7 +38,7 @@ def read_runs(folder: Path) -> list[Run]:
             for section in (*SECTIONS, "corpus", "machine", "versions"):
                 opened.section(section)  # raises ValueError if a section is missing
             if (own := opened.config["train"].get("seed")) != seed:  # a copy would count as another seed
-                raise ValueError(f"{opened.path}: contains seed {own}; remove this run, or rename it to seed_{own}")
+                raise ValueError(f"{opened.path} contains a run with seed {own}; remove it, or rename it to seed_{own}")
             with damaged(opened):
                 found.append(read_run(opened, path.parent.parent.name))
             _ = found[-1].result  # raises ValueError if a record is damaged

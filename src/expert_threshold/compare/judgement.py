@@ -52,7 +52,7 @@ def chosen_baseline(baseline: str | None, methods: Sequence[str]) -> str:
     if baseline is None:
         return REFERENCE if REFERENCE in methods else methods[0]
     if baseline not in methods:
-        raise ValueError(f"--baseline {baseline}: not among the compared methods; use one of {', '.join(methods)}")
+        raise ValueError(f"--baseline {baseline} is not among the compared methods; use one of {', '.join(methods)}")
     return baseline
 
 

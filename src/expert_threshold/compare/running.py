@@ -156,13 +156,13 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
     differ in their recipes, or if runs of the same name and seed differ in their losses.
     """
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
-        raise ValueError(f"--join: {listed(folders)} are not different folders; give each folder once")
+        raise ValueError(f"--join: {listed(folders)} include the same folder twice; pass each folder once")
     runs: list[Run] = []
     headlines = []
     for folder in folders:
         found = [run for run in read_runs(Path(folder)) if run.result is not None]
         if not found:
-            raise ValueError(f"--join {folder}: has no finished run in METHOD/seed_N; name the folder of a comparison")
+            raise ValueError(f"--join {folder} has no finished run in METHOD/seed_N; pass the folder of a comparison")
         headlines.append(f"{folder} ({counted(len(found), 'run')})")
         runs += found
     for run in runs:

@@ -193,7 +193,7 @@ class Sweep:
                 require_same(self._rules[name], rules[name], self.folder)
             self._rules = rules | self._rules
             if made and not (self.folder / STUDIES).exists():
-                raise ValueError(f"{self.folder / STUDIES}: missing, with its {made} trials; {OTHER_FOLDER}")
+                raise ValueError(f"{self.folder / STUDIES} is missing, and with it {made} trials; {OTHER_FOLDER}")
         else:
             self._config = with_dtype(self._config, None)
             self._read_text(console)
@@ -257,7 +257,7 @@ class Sweep:
         for place, (method, number) in enumerate(plan):
             gone = time.monotonic() - start
             if self.minutes is not None and seconds and gone + fmean(seconds) > 60 * self.minutes:
-                say(console, f"{self.minutes:g} minutes are too short for {counted(len(plan) - place, 'more trial')}")
+                say(console, f"{self.minutes:g} minutes are not enough for {counted(len(plan) - place, 'more trial')}")
                 return
             self._read_text(console)
             before = time.monotonic()
@@ -431,4 +431,4 @@ def open_journal(path: Path) -> JournalStorage:
     try:
         return JournalStorage(JournalFileBackend(str(path)))
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path}: damaged ({error}); {OTHER_FOLDER}") from error
+        raise ValueError(f"{path} is damaged ({error}); {OTHER_FOLDER}") from error

@@ -26,7 +26,7 @@ def open_held_out(source: str, text_field: str = "text") -> Corpus:
     split, its files named test or validation are held out, or all of its files if none has such a name. A line of GSM8K
     or HumanEval is converted to the question followed by the answer. Raises ValueError as `open_source` does.
     """
-    remedy = "there is nothing to evaluate on, so name another source"
+    remedy = "there is nothing to evaluate on, so choose another source"
     if source == CODE:
         _, held_out = embedded.documents()
         code = [(name, text) for name, text in held_out if name.endswith(".py")]

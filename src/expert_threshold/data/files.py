@@ -55,11 +55,11 @@ def find(path: Path) -> list[Path]:
         for suffix in SUFFIXES:
             if found := sorted(file for file in visible if kind(file) == suffix):
                 return found
-        raise ValueError(f"{path} contains no {_KINDS} file: add one, or name another folder")
+        raise ValueError(f"{path} contains no {_KINDS} file; add one, or use another folder")
     if not path.exists():
-        raise ValueError(f'{path} does not exist: give "embedded", a {_KINDS} file, or a folder of such files')
+        raise ValueError(f'{path} does not exist; use "embedded", a {_KINDS} file, or a folder of such files')
     if kind(path) not in SUFFIXES:
-        raise ValueError(f"{path} is not a {_KINDS} file: convert it, or rename it if it is one")
+        raise ValueError(f"{path} is not a {_KINDS} file; convert it, or rename it if it is one")
     return [path]
 
 
@@ -128,7 +128,7 @@ def lines(path: Path) -> Iterator[str]:
                 line = data.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"{path} is not UTF-8 at byte {offset + error.start}: convert it, for example with iconv"
+                    f"{path} is not valid UTF-8 at byte {offset + error.start}; convert it, for example with iconv"
                 ) from None
             yield line.removeprefix("\ufeff") if offset == 0 else line
             offset += len(data)
@@ -142,9 +142,9 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str | None]:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = str(error).partition(":")[0]
-            raise ValueError(f"{path}, line {number} is not JSON ({reason}): each line must be one object") from None
+            raise ValueError(f"{path}, line {number} is not valid JSON ({reason}); each must be an object") from None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number} is not a JSON object: each line must be one")
+            raise ValueError(f"{path}, line {number} is not a JSON object; each must be one")
         text = record.get(text_field, ...)
         if text is None:
             yield None
@@ -152,14 +152,14 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str | None]:
         if not isinstance(text, str):
             texts = ", ".join(key for key, value in record.items() if isinstance(value, str))
             raise ValueError(
-                f"{path}, line {number} has no text in text_field={text_field!r}: "
-                f"the fields with text are: {texts or 'none'}"
+                f"{path}, line {number} has no text in text_field={text_field!r}; "
+                f"the fields with text are {texts or 'none'}"
             )
         try:
             text.encode()
         except UnicodeEncodeError:
             raise ValueError(
-                f"{path}, line {number} contains half of a surrogate pair: repair or remove the line"
+                f"{path}, line {number} contains an unpaired surrogate; repair or remove the line"
             ) from None
         yield text
 
@@ -235,7 +235,7 @@ def open_shards(paths: Sequence[Path], text_field: str) -> Shards:
     for path in paths:
         found = [group for group in row_groups(path, text_field) if group.documents]
         if not found:
-            raise ValueError(f"{path} contains no documents: add some, or remove the file")
+            raise ValueError(f"{path} contains no documents; add some, or remove the file")
         groups += found
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         digest.update(footer(path))
@@ -260,14 +260,14 @@ def _parquet_file(path: Path, text_field: str) -> Iterator[pyarrow.parquet.Parqu
         columns = file.schema_arrow
         if text_field not in columns.names:
             raise ValueError(
-                f"{path} has no column text_field={text_field!r}: its columns are: {', '.join(columns.names)}"
+                f"{path} has no column text_field={text_field!r}; its columns are {', '.join(columns.names)}"
             )
         if columns.names.count(text_field) > 1:
-            raise ValueError(f"{path} has several columns text_field={text_field!r}: rewrite it with only one of them")
+            raise ValueError(f"{path} has several columns text_field={text_field!r}; rewrite it with only one of them")
         held = columns.field(text_field).type
         values = held.value_type if isinstance(held, pyarrow.DictionaryType) else held  # pandas' categoricals
         if str(values) not in _TEXTS:
-            raise ValueError(f"{path}, column text_field={text_field!r} contains {held}: name a column of strings")
+            raise ValueError(f"{path}, column text_field={text_field!r} contains {held}; choose a column of strings")
         yield file
 
 
@@ -284,7 +284,7 @@ def _damage_named(path: Path, what: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is damaged or not a {what} file ({reason}): download or create it again") from None
+        raise ValueError(f"{path} is damaged or not a {what} file ({reason}); download or create it again") from None
 
 
 def _text(path: Path, row: int, value: pyarrow.Scalar) -> str | None:
@@ -292,4 +292,4 @@ def _text(path: Path, row: int, value: pyarrow.Scalar) -> str | None:
         text = value.as_py()
         return text.decode() if isinstance(text, bytes) else text
     except UnicodeDecodeError:
-        raise ValueError(f"{path}, row {row} is not UTF-8: rewrite the file with valid UTF-8 strings") from None
+        raise ValueError(f"{path}, row {row} is not valid UTF-8; rewrite the file with valid UTF-8 strings") from None

@@ -310,8 +310,8 @@ class Loader(Iterator[Batch]):
         if isinstance(tokens, Tokens):
             if len(tokens) <= context:
                 raise ValueError(
-                    f"context={context} needs at least {context + 1} tokens of text, but there are {len(tokens)}: "
-                    "give more text or a shorter context"
+                    f"context={context} needs at least {context + 1} tokens of text, but there are only {len(tokens)}; "
+                    "provide more text, or use a shorter context"
                 )
             self._blocks = Whole(tokens)
             self._rows_at(position)
@@ -332,7 +332,7 @@ class Loader(Iterator[Batch]):
             rows = self._rows_at(position)
             empty = 0 if len(rows) else empty + 1
             if empty > self._blocks.count(position.epoch):
-                raise ValueError("this corpus contains no readable document: download or create it again")
+                raise ValueError("this corpus contains no readable document; download or create it again")
             taken = min(whole - seen, len(rows) - position.row)
             mine = slice(max(first - seen, 0), min(last - seen, taken))
             if mine.start < mine.stop:
@@ -366,7 +366,7 @@ class Loader(Iterator[Batch]):
             rows = self._now[1]
             if 0 <= position.row < max(len(rows), 1):
                 return rows
-        raise ValueError(f"{position} is not in this corpus: resume with the data that the run started with")
+        raise ValueError(f"{position} is not in this corpus; resume with the data that the run was started with")
 
 
 def windows(tokens: Tokens, context: int) -> Iterator[Batch]:

@@ -53,11 +53,11 @@ def cache_folder() -> Path:
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = expand(os.environ.get(VARIABLE) or f"{caches}/expert-threshold")
     if str(folder).startswith("~"):
-        raise ValueError(f"the cache {folder} needs a home folder, but there is none: name another cache in {VARIABLE}")
+        raise ValueError(f"the cache {folder} requires a home folder; set {VARIABLE} to another cache folder")
     return folder.absolute()
 
 
-def require_writable(folder: Path, remedy: str = f"name another cache in {VARIABLE}") -> Path:
+def require_writable(folder: Path, remedy: str = f"set {VARIABLE} to another cache folder") -> Path:
     """Return the folder after creating it if needed. Raises ValueError with the remedy if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def hub_errors(name: str, what: str = "downloaded from") -> Iterator[Any]:
             raise
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(
-            f"{name} cannot be {what} the Hugging Face hub ({reason}): check the name and the network, and try again; "
+            f"{name} cannot be {what} the Hugging Face hub ({reason}); check the name and the network, and try again; "
             "private and gated repositories need your token in HF_TOKEN"
         ) from error
 
@@ -179,7 +179,7 @@ def fetch(url: str, path: Path, progress: Progress = lambda done, total: None) -
             raise
         reason = getattr(error, "reason", error)
         raise ValueError(
-            f"{url} cannot be downloaded ({reason}): check the network and try again, or put the file in {path.parent}"
+            f"{url} cannot be downloaded ({reason}); check the network and try again, or put the file in {path.parent}"
         ) from None
 
 
@@ -207,7 +207,7 @@ def fetch_fineweb_edu(cache: Path, shards: int, progress: Progress) -> list[Path
     """Download the missing training shards and the validation split. Raises ValueError as `download` does."""
     if not 1 <= shards < FINEWEB_EDU_SHARDS:
         raise ValueError(
-            f"--shards {shards}: give a number from 1 to {FINEWEB_EDU_SHARDS - 1}, the number of training shards"
+            f"--shards {shards} must be a number from 1 to {FINEWEB_EDU_SHARDS - 1}, the number of training shards"
         )
     paths = fineweb_edu_shards(cache, shards)
     folder = require_writable(cache / FINEWEB_EDU)
@@ -221,8 +221,8 @@ def downloaded_fineweb_edu() -> list[Path]:
     paths = sorted(folder.glob("shard_*.parquet"))
     if len(paths) < 2 or paths[-1] != fineweb_edu_shards(cache_folder(), 1)[-1]:
         raise ValueError(
-            f"{FINEWEB_EDU} is not in {folder}: download it with et data {FINEWEB_EDU} --shards N, or name another "
-            f"cache folder in {VARIABLE}"
+            f"{FINEWEB_EDU} is not in {folder}; download it with et data {FINEWEB_EDU} --shards N, or set "
+            f"{VARIABLE} to another cache folder"
         )
     return paths
 
@@ -261,4 +261,4 @@ def unzip(archive: Path, folder: Path, top: str) -> None:
                 if member.filename:
                     file.extract(member, temporary)  # checks the content, and stays inside the folder
     except (ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{archive} cannot be unpacked ({error}): delete it and download it again") from None
+        raise ValueError(f"{archive} cannot be unpacked ({error}); delete it and download it again") from None

@@ -127,7 +127,7 @@ def open_source(
         return make_corpus(
             config.source,
             {"train": lambda: iter(train), "validation": lambda: iter(validation)},
-            "this Python comes without the source of its standard library, so name a file or folder of text",
+            "this Python comes without the source of its standard library, so use a file or folder of text",
         )
     if not paths:
         return _open_tokens(config.source, path)
@@ -138,7 +138,7 @@ def open_source(
         if text and text.strip():
             smallest = min(smallest, _hash_share(text))
     if smallest == 1:
-        raise ValueError(f"{config.source} contains no documents: add some text, or name another file or folder")
+        raise ValueError(f"{config.source} contains no documents; add some text, or use another file or folder")
     bound = max(VALIDATION_SHARE, smallest)  # at least one document goes to validation
 
     def read(split: Split) -> Iterator[embedded.Document]:
@@ -186,7 +186,7 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
     there = len(by_name["train"])
     if (number := config.train_shards or there) > there:
         raise ValueError(
-            f"train_shards={number}: {config.source} has {there} training shards; add more, or give at most {there}"
+            f"train_shards={number}: {config.source} has {there} training shards; add more, or use at most {there}"
         )
     train = files.open_shards(by_name["train"][:number], config.text_field)
     validation = files.open_shards(by_name["validation"], config.text_field)
@@ -210,7 +210,7 @@ def _open_tokens(name: str, folder: Path) -> Corpus:
 
     def with_tokenizer(split: Split, tokenizer: Tokenizer) -> Parts:
         if tokenizer.hash != ours.hash:
-            raise ValueError(f"{name} was tokenized with a different tokenizer than this run's: give the text itself")
+            raise ValueError(f"{name} was tokenized with a different tokenizer than this run's; pass the text itself")
         return parts[split]
 
     return Corpus(
@@ -265,8 +265,8 @@ def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str, notes: 
         sizes[split] = Size(documents, total)
     corpus = Corpus(name, digest.hexdigest(), sizes, readers, notes=notes)
     if corpus.bytes == 0:
-        raise ValueError(f"{name} contains no documents: {remedy}")
+        raise ValueError(f"{name} contains no documents; {remedy}")
     for split, size in sizes.items():
         if size.documents == 0:
-            raise ValueError(f"{name} has no documents left for {split}: {remedy}")
+            raise ValueError(f"{name} has no documents left for {split}; {remedy}")
     return corpus

@@ -34,7 +34,7 @@ class TokenParts:
         except Exception as error:  # damage to the archive or to an array can raise almost anything
             if isinstance(error, OSError) and error.errno is not None and path.exists():
                 raise
-            raise ValueError(f"{path} is missing or damaged ({error}): {CONTINUE}") from None
+            raise ValueError(f"{path} is missing or damaged ({error}); {CONTINUE}") from None
         return Tokens(ids, offsets, int(size))
 
     def texts(self, tokenizer: Tokenizer) -> Iterator[str]:
@@ -70,9 +70,9 @@ def write_tokens(
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / MANIFEST).exists():
         if read_json(folder / MANIFEST) | {"finished": False} != manifest:
-            raise ValueError(f"--out {folder} contains tokens of another text or tokenizer; name another --out")
+            raise ValueError(f"--out {folder} contains tokens of another text or tokenizer; use another --out")
     elif any(folder.iterdir()):
-        raise ValueError(f"--out {folder} already exists and is not a token folder; name another --out")
+        raise ValueError(f"--out {folder} already exists and is not a token folder; use another --out")
     replace_json(folder / MANIFEST, manifest)  # written first, so that the work can be continued even after a full disk
     tokenizer.save(folder / TOKENIZER)
     total, done = sum(sum(parts.bytes) for parts in splits.values()), 0
@@ -97,11 +97,11 @@ def open_tokens(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Toke
     """Return the manifest, the tokenizer and the splits of a token folder. Raises ValueError if it is unfinished."""
     manifest = read_json(folder / MANIFEST)
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ValueError(f"{folder} contains no tokens that this version can read: create them with et data tokenize")
+        raise ValueError(f"{folder} contains no tokens that this version can read; create them with et data tokenize")
     if not manifest["finished"]:
-        raise ValueError(f"{folder} is not finished: resume with et data tokenize --out {folder}")
+        raise ValueError(f"{folder} is not finished; resume with et data tokenize --out {folder}")
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     if tokenizer.hash != manifest["tokenizer"]:
-        raise ValueError(f"{folder / TOKENIZER} is not the tokenizer of these tokens: restore the file from a copy")
+        raise ValueError(f"{folder / TOKENIZER} is not the tokenizer of these tokens; restore the file from a backup")
     dtype = id_type(tokenizer.vocab_size)
     return manifest, tokenizer, {s: TokenParts(folder / s, sizes, dtype) for s, sizes in manifest["bytes"].items()}

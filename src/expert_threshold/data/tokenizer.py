@@ -43,9 +43,9 @@ THREADS = min(8, os.cpu_count() or 1)
 def require_vocab_size(vocab_size: int) -> None:
     """Raise ValueError if the vocabulary is too small for all bytes, or larger than any text supports."""
     if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(f"vocab_size={vocab_size} is too small: give at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})")
+        raise ValueError(f"vocab_size={vocab_size} is too small; use at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})")
     if vocab_size > MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size={vocab_size} is too large: give at most {MAX_VOCAB_SIZE}")
+        raise ValueError(f"vocab_size={vocab_size} is too large; use at most {MAX_VOCAB_SIZE}")
 
 
 class Tokenizer:
@@ -81,8 +81,8 @@ class Tokenizer:
         tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
         if len(tokens) + 1 < vocab_size:
             raise ValueError(
-                f"vocab_size={vocab_size} is too large for this text: it supports at most {len(tokens) + 1}; "
-                "give a smaller vocab_size or more text"
+                f"vocab_size={vocab_size} is too large for this text, which supports at most {len(tokens) + 1}; "
+                "use a smaller vocab_size or more text"
             )
         return cls(tokens)
 

@@ -29,7 +29,7 @@ def to_tokenizer_json(tokens: Sequence[bytes], pattern: str, bos: str) -> dict[s
     ranks = {token: rank for rank, token in enumerate(tokens)}
     vocab = {_show(token): rank for token, rank in ranks.items()} | {bos: len(tokens)}
     if len(vocab) != len(tokens) + 1:
-        raise ValueError(f"two tokens are equal, or one of them reads {bos}; train a new tokenizer")
+        raise ValueError(f"two tokens are equal, or one of them is {bos}; train a new tokenizer")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     known = f"sha256 {digest(tokens, pattern)}"  # stored as an unused special token, since other keys would not be read
@@ -91,7 +91,7 @@ def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[byte
             if f"sha256 {digest(tokens, pattern)}" not in content["post_processor"]["special_tokens"]:
                 raise ValueError("its content does not match its sha256")
         elif same and not _merges_alike(tokens, merges):
-            raise ValueError("merging by rank, as we do, would give different tokens")
+            raise ValueError("merging by rank, as this package does, would give different tokens")
     except (LookupError, TypeError, AttributeError):
         same = False
     if not same:

@@ -114,7 +114,7 @@ def local_batch(batch_size: int, accumulation: int, rule: Rule | None, ranks: in
         )
     if batch_size % ranks:
         raise ValueError(
-            f"batch_size={batch_size} is not divisible by {ranks} ranks; give a multiple of {ranks}, or launch a "
+            f"batch_size={batch_size} is not divisible by {ranks} ranks; use a multiple of {ranks}, or launch a "
             "number of ranks that divides it"
         )
     return LocalBatch(batch_size // ranks, accumulation, ranks, joint_mean=not alone)
@@ -125,7 +125,7 @@ def mesh_sizes(world_size: int, expert_parallel: int) -> tuple[int, int]:
     if world_size % expert_parallel:
         raise ValueError(
             f"expert_parallel={expert_parallel} does not divide the {world_size} ranks; launch a multiple of "
-            f"{expert_parallel}, or give --train.expert-parallel 1"
+            f"{expert_parallel}, or use --train.expert-parallel 1"
         )
     return world_size // expert_parallel, expert_parallel
 

@@ -54,7 +54,7 @@ def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Tas
     for needed in (index, table, data):
         if not needed.exists():
             raise ValueError(
-                f"{path} is not an eval bundle: {needed.name} is missing; name another folder, or run et data core"
+                f"{path} is not an eval bundle: {needed.name} is missing; use another folder, or run et data core"
             )
     with _damage_reported(index):
         entries: dict[str, TaskRow] = {
@@ -96,7 +96,7 @@ def _require_task(entry: TaskRow) -> None:
 
 def _task(path: Path, entry: TaskRow, baseline: float) -> Task:
     if not path.is_file():
-        raise ValueError(f"{path}: the file is missing; {REMEDY}")
+        raise ValueError(f"{path} is missing; {REMEDY}")
     content = path.read_bytes()
     kind = entry["icl_task_type"]
     rows = []

@@ -30,7 +30,7 @@ SHARED = 2**19
 
 
 class LogitStats(NamedTuple):
-    """The index of the highest logit, its value, and log Σ exp(logit)."""
+    """The index and the value of the highest logit, and log Σ exp(logit)."""
 
     likeliest: int
     highest: float

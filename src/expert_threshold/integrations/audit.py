@@ -22,9 +22,9 @@ def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dty
     path = Path(name)
     config = path / "config.json"
     if not path.is_dir() and (path.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)):
-        raise ValueError(f"{name}: no such folder; use a run folder, or OWNER/NAME on the hub")
+        raise ValueError(f"{name} does not exist; use a run folder, or OWNER/NAME on the hub")
     if path.is_dir() and not config.is_file():
-        raise ValueError(f"{name}: not a model (no config.json); use a run folder or a transformers model")
+        raise ValueError(f"{name} contains no config.json; use the folder of a run or of a transformers model")
     if path.is_dir() and read_json(config).get("format") == FORMAT:
         assert isinstance(dtype, torch.dtype)
         return load_model(RunFolder.open(name).path, step, device, dtype)
@@ -47,12 +47,12 @@ def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dty
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # transformers raises many types of errors if files are missing, damaged or unknown
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
-        raise ValueError(f"{name}: not a causal model that transformers can load: {reason}") from None
+        raise ValueError(f"{name} is not a causal language model that transformers can load: {reason}") from None
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{name}: {len(missing)} weights are missing, such as {missing[0]}; use a complete model")
     if len(tokenizer) > (rows := model.get_input_embeddings().num_embeddings):
         raise ValueError(
-            f"{name}: the tokenizer has {len(tokenizer)} tokens, but the model only {rows}; use a matching tokenizer"
+            f"{name}: the tokenizer has {len(tokenizer)} tokens, but the model has only {rows}; use its own tokenizer"
         )
     tokenizer.model_max_length = 10**9  # documents are cut into windows here
     return model.to(device).eval(), tokenizer

@@ -70,7 +70,7 @@ def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
         "context": f"{config.context:,} tokens",
     }
     facts = run.config
-    with corrupted_file_error(run.path / "config.json", "restore it from a copy, or train again"):
+    with corrupted_file_error(run.path / "config.json", "restore it from a backup, or train again"):
         if "train" in facts:
             train = facts["train"]
             tokens = step * train["batch_size"] * train["accumulation"] * config.context
@@ -79,7 +79,7 @@ def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
     with corrupted_file_error(run.path / RESULTS, "remove that file to export without its numbers"):
         losses, core = _losses(evaluated.get("validation") or {}), _core(evaluated.get("core", {}))
     if not losses:
-        with corrupted_file_error(run.metrics.path, "restore it from a copy, or delete that line"):
+        with corrupted_file_error(run.metrics.path, "restore it from a backup, or delete that line"):
             losses = _losses(_validation(run, step))
     return rows | losses | core
 

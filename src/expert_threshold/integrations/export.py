@@ -74,7 +74,7 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
     path = Path(path)
     config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     if config.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"{path}: no config.json with model_type {MODEL_TYPE}; use a folder that et export wrote")
+        raise ValueError(f"{path} has no config.json with model_type {MODEL_TYPE}; use a folder that et export wrote")
     _require_whole_model(path, config)
     if (softcap := config.get(SOFTCAP, GPTConfig.softcap)) != GPTConfig.softcap:
         raise ValueError(f"{path / 'config.json'}: {SOFTCAP}={softcap} must be {GPTConfig.softcap}, as in the export")
@@ -97,8 +97,8 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         reasons = str(error).split(":", 1)[1].split("\n\t")[1:]
-        raise ValueError(f"{path}: weights and config.json disagree: {' '.join(reasons)[:200]}") from None
-    facts, step = _told_facts(path, config)
+        raise ValueError(f"{path}: the weights do not match config.json: {' '.join(reasons)[:200]}") from None
+    facts, step = _exported_facts(path, config)
     with new_folder(out, "--out") as temporary:
         run = RunFolder(temporary)
         run.write_config(gpt_config.to_dict() | facts)
@@ -107,7 +107,7 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
     return RunFolder.open(out)
 
 
-def _told_facts(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+def _exported_facts(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Return the sections and the step that `_facts` exported. Raises ValueError if they are damaged."""
     with corrupted_file_error(path / "config.json", "export the model again"):
         run = config.get("run") or {}
@@ -124,14 +124,14 @@ def _require_whole_model(path: Path, config: Mapping[str, Any]) -> None:
     saved, quantised = (config.get("architectures") or [ARCHITECTURE])[0], config.get("quantization_config")
     if saved != ARCHITECTURE:
         raise ValueError(
-            f"{path}: was saved as {saved}, which has no language-model head; save an AutoModelForCausalLM instead"
+            f"{path} was saved as {saved}, which has no language-model head; save an AutoModelForCausalLM instead"
         )
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ValueError(f"{path}: the weights are quantised ({method}); import the unquantised model")
     if not (path / "tokenizer.json").is_file():
         raise ValueError(
-            f"{path / 'tokenizer.json'}: the file is missing; save the model's tokenizer there with "
+            f"{path / 'tokenizer.json'} is missing; save the model's tokenizer there with "
             "tokenizer.save_pretrained, or copy the file from the folder that et export wrote"
         )
 
@@ -183,9 +183,9 @@ def _load(path: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name in sorted(files):
         if Path(name).name != name:
-            raise ValueError(f"{index}: lists {name!r}, which is not a file in this folder")
+            raise ValueError(f"{index} lists {name!r}, which is not a file in this folder")
         if not (path / name).is_file():
-            raise ValueError(f"{path / name}: the file is missing; export or save the model again")
+            raise ValueError(f"{path / name} is missing; export or save the model again")
         try:
             weights |= load_file(path / name)
         except SafetensorError as error:
@@ -199,7 +199,7 @@ def _facts(run: RunFolder, step: int) -> dict[str, Any]:
     """Return the facts about a run to export. The path of its text is reduced to a name, since exports are shared."""
     config = run.config
     facts = {"step": step} | {name: config[name] for name in FACTS if name in config}
-    with corrupted_file_error(run.path / "config.json", "restore it from a copy, or train again"):
+    with corrupted_file_error(run.path / "config.json", "restore it from a backup, or train again"):
         if "data" in facts:
             facts["data"] = facts["data"] | {"source": Path(facts["data"]["source"]).name}
         if "corpus" in facts:

@@ -22,7 +22,7 @@ def follow(
 ) -> Follower:
     """Make `model` route as in pre-training while it is trained, and update its rules in each `optimizer.step()`.
 
-    Without this, cutoffs and biases never change, and rules add no losses. The model may have been loaded by
+    Otherwise, cutoffs and biases never change, and rules add no losses. The model may have been loaded by
     `AutoModelForCausalLM` with or without `trust_remote_code`. With `Trainer`, use
     `Trainer(..., optimizers=(optimizer, None))` and loss_scale=1 / gradient_accumulation_steps. See
     `expert_threshold.moe.follow` for `group` and `loss_scale`. Raises ValueError if the model has no Mixture-of-Experts

@@ -15,7 +15,7 @@ WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload an export and return its URL. Creates a private repository if there is none."""
+    """Upload an export and return its URL. If the repository does not exist, a private one is created."""
     with hub_errors(repository, "uploaded to") as hub:
         api = hub.HfApi()
         address = str(api.create_repo(repository, private=True, exist_ok=True))
@@ -26,7 +26,7 @@ def push(folder: Path, repository: str) -> str:
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder with this name. If the name is hub:OWNER/NAME, the folder is downloaded first."""
+    """Return the folder with this name, after downloading it if the name is hub:OWNER/NAME."""
     if not name.startswith(PREFIX):
         return Path(name)
     repository = name.removeprefix(PREFIX)

@@ -56,7 +56,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that starts the next document, and so ends the current one."""
+        """The token that starts the next document and therefore ends the current one."""
         return self.run_tokenizer.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -91,7 +91,7 @@ class HarnessModel(TemplateLM):
         return sums
 
     def _score(self, continuations: Sequence[Continuation], what: str, *, misses: bool) -> list[Any]:
-        """Score continuations. Those of the same context, such as the choices of a question, are scored together."""
+        """Score continuations. Those that share a context, such as the choices of a question, are scored together."""
         length = self.model.config.context + 1  # the last token is predicted, not read
         lost = sum(len(c.tokens) - c.start > length - 1 for c in continuations)
         if lost:
@@ -197,7 +197,7 @@ class Harness:
 
     def __init__(self, names: Sequence[str], folder: str | Path | None = None) -> None:
         if folder is not None and not Path(folder).is_dir():
-            raise ValueError(f"--harness-path {folder}: no such folder; use a folder with the YAML files of tasks")
+            raise ValueError(f"--harness-path {folder} is not a folder; use a folder that contains YAML files of tasks")
         self.names = names
         if folder is not None:  # avoids indexing the harness's own thousands of tasks, which takes seconds
             self._manager = TaskManager(include_path=str(folder), include_defaults=False)
@@ -207,7 +207,7 @@ class Harness:
             if name not in self._manager.all_tasks:
                 otherwise = "lm-eval ls tasks lists all tasks, and --harness-path adds more"
                 remedy = did_you_mean(name, self._manager.all_tasks, otherwise)
-                raise ValueError(f"--harness {name}: unknown task; {remedy}")
+                raise ValueError(f"--harness: unknown task {name}; {remedy}")
 
     def ask(
         self, model: GPT, tokenizer: Tokenizer, progress: Progress, max_per_task: int | None = None

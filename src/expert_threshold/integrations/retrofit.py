@@ -1,4 +1,4 @@
-"""Converts a top-k checkpoint, which is a run or a mixture from transformers, into a model with variable fanout.
+"""Converts a top-k checkpoint, either a run or a transformers model, into a model with variable fanout.
 
 The cutoffs are computed from the scores of a text. The checkpoint can then be distilled into its converted copy.
 """
@@ -70,7 +70,7 @@ class Checkpoint:
 
 
 class OfTransformers(Checkpoint):
-    """A checkpoint of a transformers mixture that `swap_rule` supports."""
+    """A checkpoint of a transformers model that `swap_rule` supports."""
 
     def __init__(self, path: str, step: int | None, device: torch.device) -> None:
         loaded, tokenizer = load_any(path, step, device, "auto")
@@ -118,7 +118,7 @@ def open_checkpoint(path: str, step: int | None, device: torch.device, dtype: to
 def _require_top_k(path: str, rule: Rule | None) -> TokenChoice:
     if not isinstance(rule, TokenChoice):
         found = "has no experts" if rule is None else f"routes by {rule_name(rule)}, not by top k"
-        raise ValueError(f"{path} {found}; use a mixture with token choice")
+        raise ValueError(f"{path} {found}; use a Mixture-of-Experts model with token choice")
     return rule
 
 
@@ -218,7 +218,7 @@ def _output(mixture: Any, x: Tensor, expert: int) -> Tensor:
 
 
 class Calibrator(NamedTuple):
-    """Sets cutoffs. shift: for each layer, what is added to the values of its experts before they are compared."""
+    """Sets cutoffs. shift: for each layer, the offsets added to its experts' values before they are compared."""
 
     cutoffs: Cutoffs
     num_experts: int

@@ -32,7 +32,7 @@ def rule_files(rule: Rule | None) -> dict[str, str]:
         text = path.read_text(encoding="utf-8")
     except (OSError, TypeError):
         raise ValueError(
-            f"rule {cls.__name__}: its source cannot be found, so the export would not load; define it in a module"
+            f"the source of rule {cls.__name__} cannot be found, so the export would not load; define it in a module"
         ) from None
     name = path.stem if path.parent == ROUTING else f"rule_{path.stem}"
     if path.parent != ROUTING:
@@ -55,7 +55,7 @@ def _require_alone(path: Path, text: str) -> None:
     """Raise ValueError if a rule's file imports neighbouring files, or names that `routing` does not export."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level:
-            raise ValueError(f"{path}: imports neighbouring files; an exported rule must be a single file")
+            raise ValueError(f"{path} imports neighbouring files; an exported rule must be a single file")
         if isinstance(node, ast.ImportFrom) and node.module == "expert_threshold":
             for name in {alias.name for alias in node.names}.difference(EXPORTED):
                 raise ValueError(f"{path}: {name!r}: an exported rule may import only expert_threshold.routing")

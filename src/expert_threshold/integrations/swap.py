@@ -1,4 +1,4 @@
-"""Puts our rules into mixtures from transformers by replacing their routers. Experts and weights stay the same."""
+"""Puts our rules into Mixture-of-Experts models from transformers by replacing their routers. Weights do not change."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Inputs(NamedTuple):
 
 
 class SwappedRouter(Router):
-    """Our router, which replaces one from transformers and has the same weights under the same names.
+    """Our router, which replaces a router from transformers and has the same weights under the same names.
 
-    A call returns what the other router returns: scores (tokens, num_scores), and weights and ids of experts
+    A call returns what the original router returns: scores (tokens, num_scores), and weights and ids of experts
     (tokens, K). K is the largest fanout of any token, and tokens with fewer experts are padded with others of weight 0.
     Hooks receive the whole routing, which `follow` needs.
     """
@@ -117,7 +117,7 @@ class SwappedRouter(Router):
 
 
 def routers(model: nn.Module) -> dict[str, Any]:
-    """Return the routers of a mixture, keyed by name. Raises ValueError if it has no router that can be swapped."""
+    """Return the routers of a transformers model, keyed by name. Raises ValueError if none of them can be swapped."""
     found = {n: m for n, m in model.named_modules() if type(m).__name__ in ROUTERS or isinstance(m, SwappedRouter)}
     if not found:
         known = ", ".join(sorted(name.partition("TopK")[0].partition("Topk")[0] for name in ROUTERS))
@@ -132,7 +132,7 @@ def own_rule(model: nn.Module) -> Rule:
 
 
 def swap_rule(model: Model, rule: Rule | None = None) -> Model:
-    """Make a transformers mixture route by `rule`, in place, and return it. All its weights stay the same.
+    """Make a transformers model with experts route by `rule`, in place, and return it. Its weights do not change.
 
     If `rule` is None, the rule saved in the model's configuration is used, and its state is read from the folder or the
     cached repository that the model was loaded from. If the model already has the rule, nothing changes. Otherwise the
@@ -147,7 +147,7 @@ def swap_rule(model: Model, rule: Rule | None = None) -> Model:
     saved = rule is None
     if rule is None:
         if getattr(config, SAVED, None) is None:
-            raise ValueError("the model's configuration has no rule; pass one, or own_rule(model) for the model's own")
+            raise ValueError("the model's configuration has no rule; pass rule=own_rule(model) or another rule")
         rule = rule_from_dict(getattr(config, SAVED))
     assert rule is not None
     _require_fits(rule, found.values())
@@ -170,7 +170,7 @@ def swap_rule(model: Model, rule: Rule | None = None) -> Model:
 
 def _require_fits(rule: object, found: Iterable[Any]) -> None:
     if not isinstance(rule, Rule):
-        raise ValueError(f"rule={rule!r} is not a rule; use, for example, ExpertThreshold()")
+        raise ValueError(f"rule={rule!r} is not a rule; use a rule such as ExpertThreshold()")
     for old in found:
         if isinstance(old.weight, DTensor):
             raise ValueError("the model is already sharded; call swap_rule before fully_shard")
@@ -179,7 +179,7 @@ def _require_fits(rule: object, found: Iterable[Any]) -> None:
     if rule.num_scores != rule.num_experts:
         raise ValueError(f"{type(rule).__name__} needs more scores than one per expert, which the checkpoint lacks")
     if rule.scope(training=False) != "token":
-        raise ValueError(f"{type(rule).__name__} looks at whole sequences, which caches in transformers do not keep")
+        raise ValueError(f"{type(rule).__name__} needs whole sequences, which the caches of transformers do not keep")
 
 
 def _note_inputs(base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ Importing this file registers the type `expert_threshold` with transformers' Aut
 transformers and the routing rule: `et export` copies it and the rule next to the weights, so that the folder loads
 even where the package is not installed (`trust_remote_code=True`).
 
-A token is routed by its own scores alone, so padding and other texts in the batch make no difference. Cutoffs do not
+A token is routed by its own scores alone, so padding and other texts in the batch do not affect it. Cutoffs do not
 change, even in fine-tuning, unless `expert_threshold.integrations.follow` updates them together with the weights.
 """
 
@@ -62,7 +62,7 @@ def make_rule(options: dict[str, Any]) -> Any:
 
 
 class ExpertThresholdConfig(PreTrainedConfig):
-    """The model's options under their names in expert_threshold; `rule` holds all options of the routing rule.
+    """The model's options, named as in expert_threshold. `rule` contains all options of the routing rule.
 
     run: facts about the training run for `et import`; they do not affect the model.
 
@@ -163,7 +163,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
 
     @property
     def sliding_window(self) -> int | None:
-        """Return how many keys a short layer caches: its window, the token itself, and one more if keys are offset."""
+        """Return how many keys a short layer caches: its window, the token itself, and one more with key offset."""
         windows = [window for window in map(self.window, range(self.layers)) if window is not None]
         return windows[0] + 1 + (self.key_offset == "all") if windows else None
 
@@ -301,7 +301,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return scores (tokens, num_scores), and weights and ids of experts (tokens, K), for x (batch, time, d_model).
 
-        Rules with copy slots return a fourth tensor, the factor for x itself, (batch, time).
+        Rules with copy slots return a fourth tensor, (batch, time), the factor applied to x itself.
         """
         with torch.autocast(x.device.type, enabled=False):  # autocast would round the scores
             scores = F.linear(x.float(), self.weight.float())
@@ -370,7 +370,7 @@ class StackedExperts(nn.Module):
 class Experts(StackedExperts):
     """Passes only the token–expert pairs with nonzero weight to an implementation, each as a token with one expert.
 
-    This way, no time is spent on experts that a token does not use. A traced graph cannot have a data-dependent number
+    This avoids computing experts that a token does not use. A traced graph cannot have a data-dependent number
     of pairs, so all K are passed there.
     """
 
@@ -410,7 +410,7 @@ class MoE(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)), where the feed-forward is dense or a mixture."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), where the feed-forward is dense or has experts."""
 
     def __init__(self, config: ExpertThresholdConfig, layer: int) -> None:
         super().__init__()
@@ -503,7 +503,7 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize as the paper does (Appendix C): the last layers of residual branches, and the head, are zero."""
+        """Initialize as in the paper (Appendix C). The last layers of residual branches and the head are zero."""
         start = getattr(module, "start", None)
         for name, weight in module.named_parameters(recurse=False):
             if name in STARTS:
@@ -638,7 +638,7 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         packed = position_ids is not None and bool((position_ids.diff() != 1).any())
         if cache is not None or padded or packed:
             raise ValueError(
-                "the routing rule looks at whole sequences; pass use_cache=False, no padding, and one sequence per row"
+                "the routing rule needs whole sequences; pass use_cache=False, no padding, and one sequence per row"
             )
 
     def smeared(self, x: Tensor, seen: Tensor | None, continues: Tensor | None, cache: Cache | None) -> Tensor:
@@ -679,7 +679,7 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
         self.post_init()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as transformers does, but without a cache if the rule looks at whole sequences."""
+        """Generate as transformers does, but without a cache if the rule needs whole sequences."""
         kwargs |= {} if self.model.routes_by_token else {"use_cache": False}
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 

@@ -245,7 +245,7 @@ def halves(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def delay(keys: Tensor) -> Tensor:
-    """Replace the slow half of rotated keys (…, time, head_dim) by that of the previous token, or zeros at the start.
+    """Replace the slow half of rotated keys (…, time, head_dim) with the previous token's, or zeros at the start.
 
     A query can then find a token by what preceded it, within one layer ("partial key offset", pull request 169 of
     modded-nanogpt).

@@ -17,7 +17,7 @@ LOGITS_PER_CHUNK = {"cpu": 1 << 20, "gpu": 1 << 26, "kernel": 1 << 29}
 
 
 class CrossEntropy(NamedTuple):
-    """mean: the differentiable mean over tokens whose targets are not -1. token_losses: (tokens,), without gradient."""
+    """The differentiable mean over tokens whose targets are not -1, and token_losses (tokens,), without gradient."""
 
     mean: Tensor
     token_losses: Tensor

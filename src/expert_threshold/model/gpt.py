@@ -126,7 +126,7 @@ class GPTConfig:
     def preset(cls, name: str, **changes: Any) -> GPTConfig:
         """Return the preset called `name`, with the given changes. Raises ValueError if there is no such preset."""
         if name not in PRESETS:
-            raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
+            raise ValueError(f"unknown preset {name!r}; use one of {', '.join(PRESETS)}")
         return cls(**(PRESETS[name] | changes))
 
     def has_value_embedding(self, layer: int) -> bool:
@@ -161,7 +161,7 @@ class GPTConfig:
         options = record["model"]
         require_valid(cls, options)
         if "rule" in options:
-            raise ValueError("option 'rule' is unknown; put the rule in the section 'rule'")
+            raise ValueError("unknown option 'rule'; put the rule in the section 'rule'")
         return cls(**options, rule=rule_from_dict(record["rule"]))
 
 

@@ -1,4 +1,4 @@
-"""Initialises a Mixture-of-Experts model from a dense model, which is known as sparse upcycling."""
+"""Initialises a Mixture-of-Experts model from a dense model ("sparse upcycling")."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Linear(nn.Linear):
         super().__init__(d_in, d_out, bias=False)
 
     def reset_parameters(self) -> None:
-        """Apply PyTorch's default, except on the meta device, where it would only import much of torch."""
+        """Apply PyTorch's initialisation, except on the meta device, where it would only import much of torch."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -97,7 +97,7 @@ def hooked(module: nn.Module, *, except_by: type | None = None) -> bool:
 
 
 def plain(*modules: nn.Module) -> bool:
-    """Return True if the modules have our own classes and no hooks, so that code may use their weights directly.
+    """Return True if the modules are of our own classes and have no hooks, so that their weights may be used directly.
 
     Adapters replace a module, its class or its `forward`, and a kernel that read the weights would bypass them.
     """
@@ -153,7 +153,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Apply PyTorch's default to each expert; `GPT.init_weights` applies the paper's initialisation."""
+        """Apply PyTorch's initialisation to each expert. `GPT.init_weights` applies the paper's."""
         for weight in (weight for weight in self.parameters() if not weight.is_meta):
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)

@@ -191,7 +191,7 @@ class Follower:
         """Warn once about each likely mistake in the training loop."""
         if not self.observations and (self._reached_evaluation or not self._has_stepped):
             warnings.warn(
-                "follow saw no forward in training mode before this optimizer step, so cutoffs and biases did not "
+                "no forward pass in training mode preceded this optimizer step, so cutoffs and biases did not "
                 "change; call model.train(), and call follow() before the compiled model runs for the first time",
                 stacklevel=3,
             )
@@ -208,7 +208,7 @@ class Follower:
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside wrappers such as Accelerate's, which have no hooks. Raises ValueError without one."""
+    """Return the optimizer in wrappers such as Accelerate's, which have no hooks. Raises ValueError if it has none."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):

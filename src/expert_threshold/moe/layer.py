@@ -24,7 +24,7 @@ def require_rule(rule: object) -> None:
     """Raise ValueError unless `rule` is a routing rule."""
     if not isinstance(rule, Rule):
         raise ValueError(
-            f"rule={rule!r} is not a rule; use ExpertThreshold() or another instance of a class derived from Rule"
+            f"rule={rule!r} is not a rule; use an instance of a subclass of Rule, such as ExpertThreshold()"
         )
 
 
@@ -79,7 +79,7 @@ class MoE(nn.Module):
         """
         d_model = self.router.weight.shape[1]
         if x.ndim != 3 or x.shape[2] != d_model:
-            raise ValueError(f"x has the shape {tuple(x.shape)}; it must be (batch, time, d_model={d_model})")
+            raise ValueError(f"x must have shape (batch, time, d_model={d_model}), not {tuple(x.shape)}")
         if mask is not None and not (
             isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:2] and pasts is None
         ):

@@ -55,7 +55,7 @@ def sketch(scores: Tensor) -> Tensor:
 
 
 def quantile(sketch: Tensor, usage: float) -> Tensor:
-    """Return the cutoffs (experts,) above which a share `usage` of the tokens lies: no token at 0, every token at 1."""
+    """Return the cutoffs (experts,) that a share `usage` of the tokens exceeds: no token if it is 0, all if it is 1."""
     if not 0 < usage < 1:
         return sketch.new_full(sketch.shape[1:], -math.inf if usage else math.inf)
     place = (math.log(usage / (1 - usage)) + LAST) / STEP
@@ -65,7 +65,7 @@ def quantile(sketch: Tensor, usage: float) -> Tensor:
 
 @torch.library.custom_op("expert_threshold::ascending", mutates_args=())
 def _ascending(scores: Tensor) -> Tensor:
-    """Return each expert's scores in ascending order; opaque to the compiler."""
+    """Return each expert's scores in ascending order. torch.compile treats this function as opaque."""
     if scores.device.type != "cpu":
         return scores.sort(dim=0).values
     columns = scores.numpy().T.copy()  # numpy sorts with vector instructions; torch does not
@@ -265,7 +265,7 @@ def route_in_inference(scores: Tensor, gates_of: GatesOf, cutoff: Tensor, expert
 def route_in_training(
     scores: Tensor, gates_of: GatesOf, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor
 ) -> Routing:
-    """Return the routing that takes each pool's tokens up to its cut. Drops and fills are relative to `cutoff`.
+    """Return the routing that assigns each pool's tokens up to its cut. Drops and fills are relative to `cutoff`.
 
     scores: the scores (batch, time, num_scores) from which the pools were formed, experts first. kth: the cuts that
     take the k largest scores of each pool.

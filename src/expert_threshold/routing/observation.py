@@ -46,7 +46,7 @@ class Observation(NamedTuple):
 
     @property
     def usage(self) -> Tensor:
-        """Load divided by tokens, per expert."""
+        """Load of each expert divided by the number of tokens."""
         return self.load / self.tokens
 
     @property
@@ -56,29 +56,29 @@ class Observation(NamedTuple):
 
     @property
     def load_spread(self) -> Tensor:
-        """Largest load divided by mean load; 1 is perfect balance."""
+        """Largest load divided by the mean load. A value of 1 means perfect balance."""
         return self.load.max() / self.load.float().mean()
 
     @property
     def fanout_mean(self) -> Tensor:
-        """Routed experts per token, on average."""
+        """Mean number of routed experts per token."""
         return self.load.sum() / self.tokens
 
     @property
     def fanout_std(self) -> Tensor:
-        """Standard deviation of the routed experts per token."""
+        """Standard deviation of the number of routed experts per token."""
         share = self.fanout_counts / self.tokens
         fanout = torch.arange(len(share), device=share.device)
         return (share * (fanout - self.fanout_mean) ** 2).sum().sqrt()
 
     @property
     def score_std(self) -> Tensor:
-        """Standard deviation of the scores over tokens, per expert."""
+        """Standard deviation of each expert's scores over tokens."""
         return _std(self.score_sum, self.score_sq_sum, self.tokens)
 
     @property
     def gate_std(self) -> Tensor:
-        """Standard deviation of the gates over tokens, per expert."""
+        """Standard deviation of each expert's gates over tokens."""
         return _std(self.gate_sum, self.gate_sq_sum, self.tokens)
 
 

@@ -93,7 +93,7 @@ def _find_digit(histogram: Tensor, remaining: Tensor, prefix: Tensor, below: int
 
 @triton.jit
 def _ordered(score: tl.tensor) -> tl.tensor:
-    """Map float32 scores to unsigned integers in the same order; ±0 share one value and NaN is the largest.
+    """Map float32 scores to unsigned integers in the same order. ±0 share one value, and NaN maps to the largest.
 
     Only integers are compared, since comparing floats may flush denormals to zero.
     """

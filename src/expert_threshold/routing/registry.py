@@ -54,7 +54,7 @@ class _Registry(Mapping[str, type[Rule]]):
         except Exception as error:  # whatever a constructor raises
             raise ValueError(f"rule {name}: {cls.__name__}() must work without arguments: {error}") from error
         if known not in (None, cls):
-            raise ValueError(f"rule name {name!r} is taken; choose another")
+            raise ValueError(f"rule name {name!r} is already taken; choose another")
         self._rules[name] = cls
 
     def _all(self) -> dict[str, type[Rule]]:

@@ -57,14 +57,14 @@ def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | No
     known = (torch.float32, torch.float64) if group is None else (torch.float32,)
     assert scores.dtype in known, f"scores must be float32, not {scores.dtype}"
     if group is not None:
-        assert len(scores) == 1, "a pool across ranks is one pool"
+        assert len(scores) == 1, "a pool across ranks cannot be split"
         return [Cut(*cut) for cut in zip(*_kth_largest_over_ranks(scores, ks, group), strict=True)]
     return [Cut(*cut) for cut in zip(*_kth_largest(scores, list(ks)), strict=True)]
 
 
 @torch.library.custom_op("expert_threshold::kth_largest", mutates_args=())
 def _kth_largest(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the k-th largest scores and their indices, both (ks, pools, experts); opaque to the compiler."""
+    """Return the k-th largest scores and their indices, both (ks, pools, experts). This is opaque to torch.compile."""
     if scores.dtype != torch.float32:
         return _kth_largest_by_sorting(scores, ks)
     if runs_on_kernels(scores):
@@ -123,7 +123,7 @@ WAYS: list[Callable[[np.ndarray, int], np.ndarray]] = [_by_partition, _by_topk]
 
 @cache
 def _quickest(rows: int, tokens: int, k: int) -> Callable[[np.ndarray, int], np.ndarray]:
-    """Return the way that is fastest for this shape, as measured on this machine. The speed of numpy differs sixfold
+    """Return the fastest implementation for this shape, as measured on this machine. The speed of numpy differs sixfold
     between processors, since it has vector code for only some of them.
     """
     numbers = np.random.default_rng(0).standard_normal((rows, tokens), np.float32)

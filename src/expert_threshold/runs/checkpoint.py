@@ -196,7 +196,7 @@ def verify(folder: Path, names: Collection[str] | None = None) -> None:
             continue
         path = folder / name
         if not path.is_file():
-            raise ValueError(f"{path}: the file is missing")
+            raise ValueError(f"{path} is missing")
         found = _fingerprint(path, expected["size"])
         if found != expected:
             what = "size" if found["size"] != expected["size"] else "sha256"
@@ -207,12 +207,12 @@ def _listed(folder: Path) -> dict[str, dict[str, Any]]:
     """Validate the manifest of a checkpoint and return its files with their sizes and hashes."""
     path = folder / "manifest.json"
     if not path.is_file():
-        raise ValueError(f"{path}: the file is missing")
+        raise ValueError(f"{path} is missing")
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{path} is damaged or was not written by expert-threshold")
     if manifest.get("version") != VERSION:
-        raise ValueError(f"{path} has format version {manifest.get('version')}, but this program reads {VERSION}")
+        raise ValueError(f"{path} has format version {manifest.get('version')}, but this version reads {VERSION}")
     files = manifest.get("files")
     if not isinstance(files, dict) or "state.json" not in files or manifest.get("step") != int(folder.name[5:]):
         raise ValueError(f"{path} is damaged")
@@ -232,7 +232,7 @@ def _remedy(parent: Path, step: int) -> str:
         except ValueError:
             continue
         return f"remove {folder_of(parent, step)} to fall back on {folder_of(parent, earlier).name}, which is intact"
-    return "no earlier checkpoint is intact: restore this one from a copy, or train again with another --out"
+    return "no earlier checkpoint is intact: restore this one from a backup, or train again with another --out"
 
 
 def _part_of(file: str) -> str:

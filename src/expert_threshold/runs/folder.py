@@ -25,7 +25,7 @@ VERSION = 2
 def read_tokenizer(path: Path) -> Tokenizer:
     """Load a tokenizer from a file. Raises ValueError if the file is missing or damaged."""
     if not path.is_file():
-        raise ValueError(f"{path}: the file is missing; restore it from a copy, or train again")
+        raise ValueError(f"{path} is missing; restore it from a backup, or train again")
     return Tokenizer.load(path)
 
 
@@ -56,7 +56,7 @@ class RunFolder:
         path = Path(path)
         if path.exists() and not (path.is_dir() and is_vacant(path)):
             resume = f"continue it with --resume {path}, or " if (path / "config.json").is_file() else ""
-            raise ValueError(f"--out {path} already exists; {resume}name another --out")
+            raise ValueError(f"--out {path} already exists; {resume}use another --out")
         path.mkdir(parents=True, exist_ok=True)
         return cls(path)
 
@@ -65,9 +65,9 @@ class RunFolder:
         """Open an existing run. Raises ValueError if `path` is not a run that this version can read."""
         run = cls(Path(path))
         if not run.path.is_dir():
-            raise ValueError(f"{path}: no such run folder; name the --out of an earlier `et train`")
+            raise ValueError(f"{path}: no such run folder; pass the --out folder of an earlier `et train`")
         if not run._config_path.is_file():
-            raise ValueError(f"{path} is not a run folder (no config.json); name the --out of an earlier `et train`")
+            raise ValueError(f"{path} is not a run folder, as it has no config.json; pass the --out of `et train`")
         run._read_config()
         return run
 
@@ -87,7 +87,7 @@ class RunFolder:
         section = self.config.get(name)
         if not isinstance(section, dict):
             raise ValueError(
-                f"{self._config_path}: section {name!r} is missing or damaged; restore the file from a copy, "
+                f"{self._config_path}: section {name!r} is missing or damaged; restore the file from a backup, "
                 "or train again"
             )
         return section
@@ -112,11 +112,11 @@ class RunFolder:
         config = read_json(self._config_path)
         if config.get("format") != FORMAT:
             raise ValueError(
-                f"{self._config_path} is damaged or was not written by expert-threshold; name the --out of `et train`"
+                f"{self._config_path} is damaged or was not written by expert-threshold; use a folder from `et train`"
             )
         if config.get("version") != VERSION:
             raise ValueError(
-                f"{self._config_path} has format version {config.get('version')}, but this program reads {VERSION}; "
+                f"{self._config_path} has format version {config.get('version')}, but this version reads {VERSION}; "
                 "use the version of expert-threshold that wrote it"
             )
         return config
@@ -132,7 +132,7 @@ class RunFolder:
         if tokenizer.vocab_size != vocab_size:
             raise ValueError(
                 f"{self.tokenizer_path} has {tokenizer.vocab_size} tokens, but config.json says {vocab_size}; "
-                "restore it from a copy, or train again"
+                "restore it from a backup, or train again"
             )
         return tokenizer
 
@@ -165,7 +165,7 @@ class RunFolder:
         """
         steps = self.checkpoints()
         if not steps:
-            raise ValueError(f"{self.path} has no checkpoint yet; train it longer")
+            raise ValueError(f"{self.path} has no checkpoint yet; train it until the first is saved")
         if step is None:
             step = steps[-1]
         if step not in steps:
@@ -175,7 +175,7 @@ class RunFolder:
         for path, value in self.model_options().items() if options else ():
             if path not in options or value != options[path]:
                 what = f"{path}={value!r} differs from the option that step {step} was trained with"
-                raise ValueError(f"{self._config_path}: {what}; restore it from a copy")
+                raise ValueError(f"{self._config_path}: {what}; restore it from a backup")
         return saved
 
 
@@ -225,7 +225,7 @@ def load_model(
         model.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{folder.path}: the checkpoint and config.json disagree: {reason}") from error
+        raise ValueError(f"{folder.path}: the checkpoint does not match config.json: {reason}") from error
     routers = {moe.router.weight for _, moe in model.moe_layers()}
     for weight in model.parameters():
         if weight not in routers:

@@ -150,7 +150,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
-        raise ValueError(f"--host {host}: unknown host; give a name or an address of this machine") from None
+        raise ValueError(f"--host {host} is unknown; use a host name or an address of this machine") from None
     sockets: list[socket.socket] = []
     with contextlib.ExitStack() as opened:
         foreign = None
@@ -165,7 +165,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
                 port = sockets[0].getsockname()[1]
         if not sockets:
             raise ValueError(
-                f"--host {host}: not an address of this machine; omit it, or use 0.0.0.0 for all addresses"
+                f"--host {host} is not an address of this machine; omit it, or use 0.0.0.0 for all addresses"
             ) from foreign
         opened.pop_all()
     return sockets
@@ -173,7 +173,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 def _refusal(host: str, port: int, error: OSError) -> ValueError:
     if error.errno == errno.EADDRINUSE:
-        return ValueError(f"--port {port}: already in use on {host}; choose another port, or 0 for any free one")
+        return ValueError(f"--port {port} is already in use on {host}; choose another port, or 0 for any free one")
     if error.errno == errno.EACCES:
-        return ValueError(f"--port {port}: not allowed for this user; choose a port of at least 1024")
+        return ValueError(f"--port {port} is not allowed for this user; choose a port of at least 1024")
     return ValueError(f"--host {host} --port {port}: {error.strerror}; choose another address")

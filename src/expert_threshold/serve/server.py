@@ -213,7 +213,7 @@ def host_name(header: str) -> str:
 
 
 def unknown_host(hosts: Sequence[str]) -> ApiError:
-    message = f"use this server as {', '.join(hosts)}; other names require et serve --public-host NAME"
+    message = f"this server is reached as {', '.join(hosts)}; other names require et serve --public-host NAME"
     return ApiError(403, message, code="unknown_host")
 
 

@@ -33,7 +33,7 @@ class Between(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A decision, made at `step` after `seconds` of the run's time, that the run has `steps` steps in total.
+    """A decision, made at `step` after `seconds` of the run's time, that the run will have `steps` steps in total.
 
     extends: the learning rates jump to the values of a run of `steps` steps, instead of continuing without a jump.
     """
@@ -81,7 +81,7 @@ class Budget:
         return made + left * (step - begin) / (end - begin)
 
     def took(self, seconds: float, what: str | None = None) -> None:
-        """Record the duration of a step or, if `what` is given, of the named work between steps."""
+        """Record the duration of a step or, if `what` is given, of that work between steps."""
         if what is not None:
             self._others.setdefault(what, []).append(seconds)
         elif self._cold:
@@ -90,7 +90,7 @@ class Budget:
             self._steps.append(seconds)
 
     def decide(self, step: int, gone: float, between: Mapping[str, Between]) -> Decision | None:
-        """Return the next decision, if one is due after `step`. gone: seconds elapsed so far."""
+        """Return the next decision, if one is due after `step`. gone: the seconds that have elapsed so far."""
         last = self.decisions[-1]
         if self.seconds is None or not last.step < step < last.steps:  # the run is at its end, or repeats earlier steps
             return None

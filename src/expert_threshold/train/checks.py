@@ -65,7 +65,7 @@ def require_few(threads: int) -> None:
     """Raise ValueError if there are far more threads than cores. The system kills a process with too many threads."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if threads > most:
-        raise ValueError(f"threads={threads} is more than this machine can use; give at most {most}")
+        raise ValueError(f"threads={threads} is more than this machine can use; use at most {most}")
 
 
 def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:

@@ -26,13 +26,13 @@ def pick_compile(
     if config.compile == "off" or (config.compile == "auto" and (ranks > 1 or not _pays(model, config, device))):
         return False
     if ranks > 1:
-        raise ValueError("compile='on': only single-process runs can be compiled; give --compile off")
+        raise ValueError("compile='on' is not supported for several processes; use --compile off")
     say("trying torch's compiler, which takes half a minute the first time")
     reason = failure(device)
     if reason is None:
         say("the model is compiled at the first step, which takes up to a minute")
     elif config.compile == "on":
-        raise ValueError(f"compile='on' does not work on this machine ({reason}); give --compile off")
+        raise ValueError(f"compile='on' does not work on this machine ({reason}); use --compile off")
     else:
         say(f"the compiler does not work on this machine ({reason}); training without it")
     return reason is None

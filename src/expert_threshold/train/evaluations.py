@@ -38,7 +38,7 @@ class Timer:
 
     @property
     def elapsed(self) -> float:
-        """The number of seconds in all sessions so far, excluding preparation and pauses."""
+        """The number of seconds spent in all sessions so far, excluding preparation and pauses."""
         return now() - self._start
 
     @contextmanager

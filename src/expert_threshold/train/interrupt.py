@@ -1,4 +1,4 @@
-"""Lets a signal stop a run after the step in progress."""
+"""Lets a signal stop a run after the current step."""
 
 from __future__ import annotations
 

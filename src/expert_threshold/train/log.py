@@ -1,7 +1,7 @@
 """Shows the progress of a run, and logs its steps and evaluations to its folder and to a tracker.
 
 On a terminal, progress is shown as a live line, and elsewhere as plain lines. Only the main rank writes. In
-metrics.jsonl, a key is absent if the rule has no value for it, and a list has one number per expert.
+metrics.jsonl, a key is absent if the rule has no value for it, and a list contains one number per expert.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Display:
         self._steps = steps
 
     def step(self, step: int) -> None:
-        """Show that a step is done."""
+        """Show that a step has finished."""
         left = self._left(step)
         # A narrow terminal cuts off the end, so the least important numbers come last.
         line = f"step {step}/{self._steps}  {clock(left)} left  {self._summary}"
@@ -144,7 +144,7 @@ class Display:
         self.say("  ".join(filter(None, [self._title(left), f"step {step}/{self._steps}", text])))
 
     def _left(self, step: int) -> float:
-        """Return the seconds left at the average pace of this session, including validation and saving."""
+        """Return the number of seconds left at the average pace of this session, including validation and saving."""
         pace = (time.monotonic() - self._start) / (step - self._first)
         return pace * (self._steps - step)
 
@@ -418,7 +418,7 @@ def run_log(folder: RunFolder, prepared: Prepared, display: Display, tracker: Tr
 def _logged(folder: RunFolder) -> tuple[list[Any], list[int], list[Any], list[int]]:
     """Return the validations, the steps at which CORE was evaluated, the dead experts, and the steps of samples."""
     records = folder.metrics.read()
-    with corrupted_file_error(folder.metrics.path, "restore it from a copy, or delete that line"):
+    with corrupted_file_error(folder.metrics.path, "restore it from a backup, or delete that line"):
         return (
             [
                 [r["step"], *(None if r[name] is None else float(r[name]) for name in ("loss", "bits_per_byte"))]

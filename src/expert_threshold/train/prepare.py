@@ -168,7 +168,7 @@ def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, contex
         if len(validation) < 2:
             raise ValueError(
                 f"{corpus.name} has too little validation text for a loss ({len(validation)} tokens); "
-                "give more text, or --eval-every none"
+                "provide more text, or use --eval-every none"
             )
     train: Tokens | Parts
     if corpus.parts is not None:
@@ -188,7 +188,7 @@ def _budget(
     if not resume:
         return Budget(asked, None if minutes is None else 60 * minutes)
     time = record.get("time", {"minutes": None, "decisions": []})
-    with corrupted_file_error(path, "restore it from a copy, or train again"):
+    with corrupted_file_error(path, "restore it from a backup, or train again"):
         steps = int(folder.section("train")["steps"])
         budget = Budget(steps, time["minutes"] and 60 * time["minutes"], time["decisions"])
     if saved is not None:
@@ -202,10 +202,10 @@ def _budget(
     if minutes is not None:
         if not step or 60 * minutes <= elapsed:
             used = f"{folder.path} has already used {elapsed / 60:.3g} minutes for {step} steps"
-            raise ValueError(f"minutes={minutes}: {used}; give more minutes, or --steps")
+            raise ValueError(f"minutes={minutes}: {used}; allow more minutes, or use --steps")
         asked = step + max(1, int(step * (60 * minutes / elapsed - 1)))
     elif asked <= steps:
-        raise ValueError(f"steps={asked} is not more than the {steps} steps of {folder.path}; give more, or omit it")
+        raise ValueError(f"steps={asked} is not above the {steps} steps of {folder.path}; use a larger value")
     if step == 0:
         record.pop("time", None)
         return Budget(asked)
@@ -232,7 +232,7 @@ def _starting_point(
     def last() -> int | None:
         if folder.has_lost_checkpoints:
             raise ValueError(
-                f"{folder.checkpoints_path} is missing or empty, so the run cannot continue; restore it from a copy, "
+                f"{folder.checkpoints_path} is missing or empty, so the run cannot continue; restore it from a backup, "
                 "or train again in another folder"
             )
         return folder.latest_checkpoint()
@@ -246,7 +246,7 @@ def _starting_point(
         )
     if saved is not None or record.get("init_from") is None:
         return saved, None
-    with corrupted_file_error(folder.path / "config.json", "restore it from a copy, or train again"):
+    with corrupted_file_error(folder.path / "config.json", "restore it from a backup, or train again"):
         source = Path(record["init_from"])
     return None, RunFolder.open(source)
 
@@ -256,12 +256,12 @@ def _read_core(config: TrainConfig) -> Sequence[Task]:
     if config.core_every is None:
         if config.core_max_per_task is not None:
             raise ValueError(
-                f"core_max_per_task={config.core_max_per_task} has no effect without CORE; also give --train.core-every"
+                f"core_max_per_task={config.core_max_per_task} has no effect without CORE; also set --train.core-every"
             )
         return []
     bundle = core_bundle()
     if bundle is None:
-        raise ValueError(f"core_every={config.core_every} needs the CORE questions; run et data core")
+        raise ValueError(f"core_every={config.core_every} needs the questions of CORE; download them with et data core")
     tasks = read_bundle(bundle)
     for task in tasks:
         choose_rows(task, config.core_max_per_task)  # raises now, rather than after some steps, if there are too few
@@ -276,7 +276,7 @@ def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: 
     if corpus.tokenized and beside is not None:
         raise ValueError(
             f"vocab_size={vocab_size}, but the tokens in {corpus.name} have a vocabulary of {beside.vocab_size}; "
-            f"give --vocab-size {beside.vocab_size}"
+            f"use --vocab-size {beside.vocab_size}"
         )
     display.say(f"training a tokenizer with {vocab_size} tokens")
 
@@ -342,7 +342,7 @@ def _load_initial(gpt: GPT, source: RunFolder) -> str:
     my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
     for name, (own, other) in (shapes | {"num_experts": (my_experts, their_experts)}).items():
         if own != other:
-            raise ValueError(f"{name}={own!r}, but --init-from {source.path} has {other!r}; give the same value")
+            raise ValueError(f"{name}={own!r}, but --init-from {source.path} has {other!r}; use the same value")
     saved = source.load_checkpoint(parts=("model",))
     weights = _fitted(saved.tensors["model"], gpt, theirs.rule)
     gpt.load_state_dict(weights, strict=False)  # rules may differ in their state

@@ -303,7 +303,7 @@ def parameter_of(moment: str) -> str:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's global random generators. No others are used: the loader needs only its position."""
+    """Return the states of torch's global random generators. The loader resumes from its position alone."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()

@@ -29,7 +29,7 @@ def routing_consistency(material: Material, run: Run) -> Data:
     saved = run.folder.checkpoints()
     steps = [saved[place] for place in np.linspace(0, len(saved) - 1, min(len(saved), MOST)).round().astype(int)]
     if len(steps) < 2:
-        raise NotShownError("it compares checkpoints of a run, which has only one; train with --checkpoint-every")
+        raise NotShownError("it compares checkpoints, but the run has only one; train with --checkpoint-every")
 
     @cache
     def assignment(step: int) -> Tensor:

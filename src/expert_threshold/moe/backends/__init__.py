@@ -35,7 +35,7 @@ class Backend:
     name: ClassVar[str]
 
     def why_not(self, x: Tensor, experts: Experts) -> str | None:
-        """Return why this backend cannot compute rows like x (…, d_model), and a remedy, or None if it can."""
+        """Return why this backend cannot compute rows like x (…, d_model), with a remedy, or None if it can."""
         return None
 
     def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:

@@ -26,7 +26,7 @@ ABSENT = -math.inf
 class OwnExperts(Experts):
     """This rank's shard of the experts in a layer, with the same parameter names.
 
-    backend: computes the experts; group: the ranks that hold the shards.
+    backend: the backend that computes the experts. group: the ranks that hold the shards.
     """
 
     def __init__(self, experts: Experts, backend: Callable[..., Tensor], group: dist.ProcessGroup) -> None:

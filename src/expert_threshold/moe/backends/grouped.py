@@ -43,18 +43,18 @@ class Group(NamedTuple):
 
 
 def most_slots(rows: int) -> int:
-    """Return the most rows to compute if `rows` are needed, which leaves a quarter more for padding."""
+    """Return the maximum number of rows to compute if `rows` are needed. A quarter is added for padding."""
     return rows + rows // 4  # integers, since the compiler has no symbolic floats
 
 
 def round_up(load: int) -> int:
-    """Return the load, rounded up to four significant bits, which adds at most an eighth."""
+    """Round a load up to four significant bits, which increases it by at most one eighth."""
     unit = 1 << max((load - 1).bit_length() - 4, 0)
     return -(-load // unit) * unit
 
 
 def form_groups(loads: list[int], hidden: int, limit: float = HIDDEN_PER_BLOCK) -> list[Group]:
-    """Group all experts, or halves or quarters of them and so on, so that no group exceeds `limit` hidden activations
+    """Group all experts, or halves of them, quarters, and so on, such that no group exceeds `limit` hidden activations
     or `most_slots`. Experts without tokens are left out, so they cost nothing in decoding.
 
     Loads are rounded up so that few shapes occur, since oneDNN compiles a kernel for every new shape.

@@ -46,7 +46,7 @@ def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None
 
 @torch.library.custom_op("expert_threshold::segment_product", mutates_args=())
 def segment_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows (rows, in) by their segments' matrices in weights (experts, in, out). Padding is unspecified."""
+    """Multiply rows (rows, in) by the weights (experts, in, out) of their segments. Padding is unspecified."""
     if is_native(rows, *weights.shape[1:]):
         return F.grouped_mm(rows, weights, offs=ends)
     y = rows.new_empty(len(rows), weights.shape[2])
