@@ -148,7 +148,7 @@ def test_the_law_of_cutoffs_is_drawn_for_methods_with_different_pool_sizes(monke
     assert say_cutoff_law(data).endswith(".")
 
     data = cutoff_law(shown(1024, ExpertThreshold(16), ExpertThreshold(64)))  # type: ignore[arg-type]
-    assert list(data["left_out"].values()) == ["it needs a trace of 4096 tokens or more; give more --tokens"]
+    assert list(data["left_out"].values()) == ["it needs a trace of 4096 tokens or more; use a larger --tokens"]
     with pytest.raises(NotShownError, match="a trace of 1024 tokens or more"):
         cutoff_law(shown(700, ExpertThreshold(16)))  # type: ignore[arg-type]
 

@@ -168,7 +168,7 @@ def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path
             )
         if twice := sorted(files.keys() & found.keys()):
             raise ValueError(
-                f"--tuned {folder}: {found[twice[0]].parent.parent} also tuned {listed(twice)}; give only one of them"
+                f"--tuned {folder}: {found[twice[0]].parent.parent} also tuned {listed(twice)}; pass only one of them"
             )
         found |= files
     chosen = {}

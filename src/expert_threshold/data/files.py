@@ -144,7 +144,7 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str | None]:
             reason = str(error).partition(":")[0]
             raise ValueError(f"{path}, line {number} is not valid JSON ({reason}); each must be an object") from None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number} is not a JSON object; each must be one")
+            raise ValueError(f"{path}, line {number} is not a JSON object; each line must be one")
         text = record.get(text_field, ...)
         if text is None:
             yield None

@@ -84,7 +84,7 @@ class Request(NamedTuple):
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must be an integer from 0 to 2**63 - 1; use None for a random seed")
         if not self.prompt:
-            raise ValueError("prompt has no tokens; it needs at least the token that starts a document")
+            raise ValueError("the prompt has no tokens; it needs at least the token that starts a document")
         if len(self.prompt) + min(self.max_tokens, 1) > context:
             raise ValueError(
                 f"a prompt of {len(self.prompt)} tokens leaves no room in a context of {context} tokens; shorten it"

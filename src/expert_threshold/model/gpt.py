@@ -349,15 +349,15 @@ class GPT(nn.Module):
         span: CacheSlice | None = None
         if cache is not None:
             if torch.is_grad_enabled():
-                raise ValueError("cache stores no gradients; call the model under torch.no_grad() or without a cache")
+                raise ValueError("the cache stores no gradients; call the model under torch.no_grad() or without it")
             if self.training:
-                raise ValueError("cache is for inference, but the model is in training mode; call model.eval()")
+                raise ValueError("the cache is for inference, but the model is in training mode; call model.eval()")
             if len(tokens) != len(cache.rows):
                 raise ValueError(f"batch of {len(tokens)} sequences does not match the cache's {len(cache.rows)} rows")
             span, limit = CacheSlice(cache, time), min(limit, cache.capacity)
         end = time if span is None else span.end
         if end > limit:
-            raise ValueError(f"sequence of {end} tokens is longer than the context of {limit}; shorten it")
+            raise ValueError(f"a sequence of {end} tokens is longer than the context of {limit}; shorten it")
         positions = torch.arange(time, device=tokens.device) if span is None else span.positions[:, None]
         cos, sin = (t.to(self.compute_dtype) for t in self.rotary(positions.float()))
 

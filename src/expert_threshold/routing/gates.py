@@ -57,7 +57,7 @@ class Gated(Rule):
     def without_nulls(self, values: Tensor) -> Tensor:
         """Return the columns of values (batch, time, num_scores) that belong to experts."""
         width = self.num_experts + self.null_scores
-        assert values.shape[-1] == width, f"{values.shape[-1]} scores of a token, not {width}"
+        assert values.shape[-1] == width, f"{values.shape[-1]} scores per token, not {width}"
         return values[..., : self.num_experts] if self.null_scores else values
 
     def gates_of(self, scores: Tensor, assignment: Tensor | None = None) -> Tensor:

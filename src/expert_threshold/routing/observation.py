@@ -29,7 +29,7 @@ class Observation(NamedTuple):
 
     def __add__(self, other: Observation) -> Observation:  # type: ignore[override]
         if self.sums.keys() != other.sums.keys():
-            raise ValueError(f"cannot add observations with sums {list(self.sums)} and {list(other.sums)} of two rules")
+            raise ValueError(f"cannot add observations of two rules with sums {list(self.sums)} and {list(other.sums)}")
         fields: list[Any] = [a + b for a, b in zip(self[:-1], other[:-1], strict=True)]
         fields.append({name: value + other.sums[name] for name, value in self.sums.items()})
         return Observation(*fields)

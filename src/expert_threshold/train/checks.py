@@ -110,7 +110,7 @@ def require_unchanged(folder: RunFolder, record: Mapping[str, Any], budget: Budg
     if differing:
         raise ValueError(
             f"{'; '.join(differing)}, as used for step {saved.step} of {folder.path}; restore it in config.json, "
-            f"give --steps to train longer, or start another run with --init-from {folder.path}"
+            f"use --steps to train longer, or start another run with --init-from {folder.path}"
         )
 
 

@@ -325,7 +325,7 @@ def pairs(free: Sequence[str], has: Callable[[Data], bool], needed: str, materia
             if len(pair) == 2:
                 shown += [{**pair[first][0].tag, **_curve(pair[first])} for first in (True, False)]
     if not shown:
-        raise NotShownError(f"it needs a run and another that differs only in {needed}")
+        raise NotShownError(f"it needs two runs that differ only in {needed}")
     return {"methods": shown}
 
 

@@ -137,7 +137,7 @@ def _objectives(scores: Tensor, assignment: Tensor) -> dict[str, float] | None:
     tokens, experts = scores.shape
     size = max(BATCH // experts, 1) * experts
     if tokens < size * BATCHES:
-        raise NotShownError(f"it needs a trace of {size * BATCHES} tokens or more; give more --tokens")
+        raise NotShownError(f"it needs a trace of {size * BATCHES} tokens or more; use a larger --tokens")
     begin = torch.arange(BATCHES)[:, None] * (tokens // BATCHES)
     sample = begin + torch.arange(size)  # (batches, tokens)
     batches, assignment = scores[sample], assignment[sample]
@@ -270,7 +270,7 @@ def window_loads(trace: Trace) -> np.ndarray:
     """Return the load of every expert of every layer in each window, (windows, layers · experts)."""
     windows = len(trace) // trace.context
     if windows < 2:
-        raise NotShownError(f"it needs a trace of {2 * trace.context} tokens or more; give more --tokens")
+        raise NotShownError(f"it needs a trace of {2 * trace.context} tokens or more; use a larger --tokens")
     found = [
         trace.assignment(layer)[: windows * trace.context].view(windows, trace.context, -1).sum(1).numpy()
         for layer in trace.layers

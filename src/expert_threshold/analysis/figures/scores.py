@@ -42,7 +42,7 @@ def rules_overview(material: Material) -> Data:
     length = min(TOKENS, trace.context)
     begin = min(trace.context // 4, trace.context - length)
     if windows < SEQUENCES:
-        raise NotShownError(f"it needs a trace of {SEQUENCES * trace.context} tokens or more; give more --tokens")
+        raise NotShownError(f"it needs a trace of {SEQUENCES * trace.context} tokens or more; use a larger --tokens")
     scores = trace.scores(layer)[: windows * trace.context].view(windows, trace.context, -1)
     scores = scores[:SEQUENCES, begin : begin + length]
     means = run.rule.thresholds(trace.state(layer))
@@ -125,7 +125,7 @@ def cutoff_law(material: Material, run: Run) -> Data:
     smallest = max(SMALLEST, math.ceil(4 / share))
     sizes = [size for power in range(30) if (size := smallest * 2**power) <= min(len(trace) // 8, LARGEST)]
     if len(sizes) < 2:
-        raise NotShownError(f"it needs a trace of {16 * smallest} tokens or more; give more --tokens")
+        raise NotShownError(f"it needs a trace of {16 * smallest} tokens or more; use a larger --tokens")
     if any((scores[:1] == scores).all() for scores in map(trace.scores, trace.layers)):
         raise NotShownError("its scores do not vary")
     found = [_spreads(trace.scores(layer), sizes, share, trace.context) for layer in trace.layers]
