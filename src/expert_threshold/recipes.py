@@ -213,7 +213,7 @@ def intervals(steps: int, tokens_per_step: int) -> dict[str, int]:
 
 
 def _changes(config: OptimConfig) -> Options:
-    """Return the options that differ from the paper's."""
+    """Return the options that differ from the paper's settings."""
     paper = asdict(OptimConfig())
     return {name: value for name, value in asdict(config).items() if value != paper[name]}
 

@@ -62,7 +62,7 @@ def test_bad_input_is_refused(run: Path, tmp_path: Path, refused: Refused) -> No
     refused(["audit", tmp_path], "contains no config.json")
     refused(["audit", run, "--text", tmp_path / "missing.txt"], "missing.txt", "does not exist")
     refused(["audit", run, "--text", empty], "empty.txt", "no documents")
-    refused(["audit", run, "--text", short], "tokens; give at least 16")
+    refused(["audit", run, "--text", short], "tokens; at least 16 are needed")
     refused(["audit", run, "--tokens", 3], "--tokens: expected a whole number of at least 16")
     refused(["audit", run, "--page", tmp_path / "none" / "page.html"], "--page", "existing folder")
     refused(["audit", run, "--page", tmp_path], "--page", "existing folder")

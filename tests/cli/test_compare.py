@@ -433,7 +433,7 @@ def test_without_matplotlib_all_but_the_figure_is_written(
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--rules", "expert_treshold"], ["--rules expert_treshold", "did you mean expert_threshold?"]),
+        (["--rules", "expert_treshold"], ["--rules: expert_treshold", "did you mean expert_threshold?"]),
         (["--rules", "dense,"], ["--rules dense, has an empty name before or after a comma"]),
         (["--seeds", 0], ["--seeds", "at least 1, not 0"]),
         (["--seed", 3], ["unknown option --seed", "--seeds"]),
@@ -444,7 +444,7 @@ def test_without_matplotlib_all_but_the_figure_is_written(
             ["--rule.decay 0.5", "dense, token_choice", "leave it out"],
         ),
         (["--rules", "dense", "--baseline", "relu"], ["--baseline relu", "dense"]),
-        (["--eval-every", "none"], ["--eval-every none", "leave it out"]),
+        (["--eval-every", "none"], ["--eval-every none", "omit this option"]),
         (["--experts-per-token", 0.05], ["rule.experts_per_token", "0.05"]),
         (["--rules", "dense,expert_threshold", "--rule.pool", 7], ["pool", "7"]),
         (["--data", "missing.txt"], ["missing.txt", "does not exist"]),

@@ -79,7 +79,7 @@ def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
         losses.append([record["loss"] for record in lines(run / "metrics.jsonl")])
     assert losses[0] == losses[1] != []
     other = ["train", *small, "--vocab-size", 271, "--data", tmp_path / "tokens", "--out", tmp_path / "other"]
-    refused(other, "vocab_size=271, but ", "have a vocabulary of 270; give --vocab-size 270")
+    refused(other, "vocab_size=271, but ", "have a vocabulary of 270; use --vocab-size 270")
 
 
 def test_more_shards_do_not_change_the_runs_that_began_before(
@@ -173,7 +173,7 @@ def test_what_cannot_be_done_is_refused(
         ("tokenizer", "fineweb-edu is not in"),
         ("tokenizer missing", "missing does not exist"),
         ("tokenizer missing --vocab-size 5", "vocab_size=5 is too small"),
-        (f"tokenizer {text} --vocab-size 300", "--out is missing"),  # it was called an unwritable cache folder
+        (f"tokenizer {text} --vocab-size 300", "--out is required"),  # it was called an unwritable cache folder
         (f"tokenize {text}", "is not a folder of Parquet shards; only shards can"),
         (f"tokenize {tmp_path / 'none'}", "does not exist"),
     ):
@@ -183,6 +183,6 @@ def test_what_cannot_be_done_is_refused(
         refused(["data", "core"], "is not writable")
     assert et("data", "fineweb-edu", "--shards", 2) == 0
     refused(["data", "tokenizer"], "vocab_size=65536 is too large for this text")
-    refused(["data", "tokenize"], "no tokenizer.json next to fineweb-edu; train one with et data tokenizer")
+    refused(["data", "tokenize"], "fineweb-edu has no tokenizer.json; train one with et data tokenizer")
     (cache / "fineweb-edu" / "tokenizer.json").write_text("{}")
     refused(["data", "tokenizer"], "is not a supported tokenizer")

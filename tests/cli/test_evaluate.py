@@ -374,5 +374,5 @@ def test_a_run_whose_text_has_changed_is_gone_or_unknown_is_refused_with_the_rem
         refused(["evaluate", copy, *options], f"{copy}: ", f"({own} does not exist", "; restore it, or ")
     with edit(copy / "config.json") as config:
         del config["corpus"], config["data"]  # as of an imported model
-    refused(["evaluate", copy], "its validation text is unknown", "--no-validation", "--data")
-    refused(["calibrate", copy, "--to", tmp_path / "calibrated"], "its validation text is unknown", "--data")
+    refused(["evaluate", copy], "the validation text is not recorded", "--no-validation", "--data")
+    refused(["calibrate", copy, "--to", tmp_path / "calibrated"], "the validation text is not recorded", "--data")

@@ -167,7 +167,7 @@ def test_a_comparison_with_options_that_no_sweep_found_is_refused(
         (empty,): "contains no METHOD/best.json",
         (finished, other): "also tuned dense",
         (damaged,): "best.json is not a JSON",
-        (other,): "no best options for expert_threshold",
+        (other,): "no best options were found for expert_threshold",
     }.items():
         tuned = [part for folder in wrong for part in ("--tuned", folder)]
         out = ["--out", tmp_path / "runs" / "out"]
@@ -323,10 +323,10 @@ def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_agai
             ["--space", "optim.matrix_lr=-1..0.1"],
             ["--space optim.matrix_lr=-1..0.1: expected a number above 0", "not -1"],
         ),
-        (["--space", "optim.matrix_lr=0.01..0.1:lin"], ["scale 'lin' is unknown"]),
+        (["--space", "optim.matrix_lr=0.01..0.1:lin"], ["unknown scale 'lin'"]),
         (["--space", "optim.matrix_lr=a..b"], ["expected a number", "not a"]),
         (["--space", "optim.matrix_lr=0.1..inf"], ["expected a number", "not inf"]),
-        (["--space", "optim.matrx_lr=0.1..1"], ["matrx_lr is unknown", "did you mean optim.matrix_lr"]),
+        (["--space", "optim.matrx_lr=0.1..1"], ["unknown option optim.matrx_lr", "did you mean optim.matrix_lr"]),
         (["--space", "model.vocab_size=300..400"], ["vocab_size cannot be searched"]),
         (["--space", "rule=dense|top_p"], ["rule.name cannot be searched", "--methods"]),
         (["--space", "optim.orthogonalizer=newton_schulz..svd"], ["expected newton_schulz or polar_express, not svd"]),
@@ -338,7 +338,7 @@ def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_agai
             ["no option of method dense", "leave dense out"],
         ),
         (["--space", "rule.warmup_steps=0..900"], ["--space rule.warmup_steps=0..900", "longer than the run"]),
-        (["--methods", "expert_treshold"], ["--methods expert_treshold", "did you mean expert_threshold?"]),
+        (["--methods", "expert_treshold"], ["--methods: expert_treshold", "did you mean expert_threshold?"]),
         (["--trials", 0], ["--trials: expected a whole number of at least 1 and at most 100000, not 0"]),
         (["--seeds", 0], ["--seeds", "at least 1, not 0"]),
         (["--minutes", 0], ["--minutes", "above 0", "not 0"]),

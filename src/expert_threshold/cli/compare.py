@@ -189,7 +189,7 @@ def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | No
     files: a file of options for each method. Flags override these options.
     """
     if files and "config" in given:
-        raise ValueError(f"--config {given['config']}: --tuned already provides a file for each method; omit one")
+        raise ValueError(f"--config {given['config']}: --tuned already sets each method's file; leave one of them out")
     known = methods()
     of_rules = [path for path in given if path.startswith("rule.")]
     for path in of_rules:

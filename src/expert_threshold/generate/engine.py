@@ -51,9 +51,9 @@ class Request(NamedTuple):
     """A prompt and its sampling parameters, which `check` validates.
 
     A temperature of 0 picks the likeliest token; top_k=None and top_p=1 sample from all tokens. The same seed gives the
-    same tokens, and None is a random seed. stop: strings that end the text and are not part of it. tops: the number
+    same tokens, and None selects a random one. stop: strings that end the text and are not part of it. tops: the number
     of likeliest tokens to report in each step. echo: also report the prompt's tokens as steps. record: report the
-    routing of each token. rate: the target number of routed experts per token in every layer; None keeps the model's.
+    routing of each token. rate: the target number of routed experts per token in every layer; None keeps the rate.
     """
 
     prompt: tuple[int, ...]

@@ -71,7 +71,7 @@ def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[st
     """Return the number of parameters in each part, in `total` and `active`, the mean number that a token uses.
 
     All counts include the embedding and the head. Value embeddings are look-ups, so only the token's own vector in each
-    table is active. rate: routed experts per token in each layer; None uses the rule's.
+    table is active. rate: routed experts per token in each layer; None uses the rule's rate.
     """
     matrices = 3 if config.activation == "swiglu" else 2
     head_dim = config.d_model // config.heads

@@ -15,7 +15,7 @@ from .gpt import GPT, Block, GPTConfig
 def upcycled_config(dense: GPTConfig, rule: Rule, *, d_expert: int | None = None, dense_layers: int = 1) -> GPTConfig:
     """Return the configuration for `upcycle`, whose shared experts have the total width of the dense feed-forward.
 
-    d_expert: the width of an expert; None uses the configuration's. Raises ValueError if the model is not dense, if the
+    d_expert: the width of an expert; None uses the configured one. Raises ValueError if the model is not dense, if the
     width does not divide that of the feed-forward, or if the rule adds the tokens themselves, like copying null slots.
     """
     if dense.rule is not None:

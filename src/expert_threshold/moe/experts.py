@@ -153,7 +153,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Apply PyTorch's initialisation to each expert. `GPT.init_weights` applies the paper's."""
+        """Apply PyTorch's initialisation to each expert. `GPT.init_weights` applies the paper's initialisation."""
         for weight in (weight for weight in self.parameters() if not weight.is_meta):
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)
