@@ -198,8 +198,11 @@ def test_settings_are_compared_as_if_each_had_every_seed() -> None:
         frontier.cells([*records, records[0] | {"tokens": 2}])
 
 
-def test_the_page_shows_the_table_of_claims_as_the_records_give_it() -> None:
-    assert claims.table() in (Path(__file__).parents[2] / "docs" / "evidence.md").read_text(encoding="utf-8")
+def test_the_page_shows_its_tables_as_the_records_give_them() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "evidence.md").read_text(encoding="utf-8")
+    assert claims.table() in page
+    assert ladder.rivals(ladder.read(docs / "results" / "evidence" / "ladder" / "records.jsonl")) in page
 
 
 def test_a_gap_is_predicted_by_its_law_without_a_look_at_the_rung_itself() -> None:
