@@ -137,67 +137,39 @@ class GroupSpec(NamedTuple):
     """A group of parameters, chosen by name and shape, and how it is optimized."""
 
     takes: Callable[[str, Tensor], bool]
-    optimizer: Callable[[OptimConfig], str]
     peak: Callable[[OptimConfig], float]  # learning rate, before λ
+    optimizer: Callable[[OptimConfig], str] = lambda config: "adamw"
     betas: tuple[float, float] = (0.8, 0.95)  # AdamW's in nanochat
     weight_decay: float = 0.0  # AdamW's in nanochat
     scaled: bool = True  # by λ, if the optimizer's rates are; rates of scalars do not depend on the width
 
 
+def _named(*names: str) -> Callable[[str, Tensor], bool]:
+    """Return a predicate that holds for parameters with one of these names, or inside a module with one."""
+    return lambda name, parameter: not set(names).isdisjoint(name.split("."))
+
+
 GROUPS: dict[str, GroupSpec] = {  # a parameter belongs to the last group that matches it
     "matrix": GroupSpec(
-        lambda name, parameter: parameter.ndim >= 2, lambda config: "muon", lambda config: config.matrix_lr
+        lambda name, parameter: parameter.ndim >= 2, lambda config: config.matrix_lr, lambda config: "muon"
     ),
     "expert": GroupSpec(
-        lambda name, parameter: "experts" in name.split("."),
-        lambda config: "muon",
+        _named("experts"),
         lambda config: config.matrix_lr if config.expert_lr is None else config.expert_lr,
+        lambda config: "muon",
     ),
-    "embed": GroupSpec(
-        lambda name, parameter: "embed" in name.split("."),
-        lambda config: "adamw",
-        lambda config: config.embed_lr,
-        betas=(0.8, 0.995),
-        weight_decay=0.001,
-    ),
+    "embed": GroupSpec(_named("embed"), lambda config: config.embed_lr, betas=(0.8, 0.995), weight_decay=0.001),
     "value_embed": GroupSpec(
-        lambda name, parameter: "value_embed" in name.split("."),
-        lambda config: "adamw",
-        lambda config: config.embed_lr / 2,
-        betas=(0.8, 0.995),
-        weight_decay=0.01,
+        _named("value_embed"), lambda config: config.embed_lr / 2, betas=(0.8, 0.995), weight_decay=0.01
     ),
-    "head": GroupSpec(
-        lambda name, parameter: "head" in name.split("."),
-        lambda config: "adamw",
-        lambda config: config.head_lr,
-        betas=(0.8, 0.96),
-        weight_decay=0.01,
-    ),
-    "residual": GroupSpec(
-        lambda name, parameter: name == "residual_scalars",
-        lambda config: "adamw",
-        lambda config: 0.005,
-        weight_decay=0.05,
-        scaled=False,
-    ),
-    "skip": GroupSpec(
-        lambda name, parameter: name == "skip_scalars",
-        lambda config: "adamw",
-        lambda config: config.skip_lr,
-        betas=(0.96, 0.95),
-        scaled=False,
-    ),
-    "smear": GroupSpec(
-        lambda name, parameter: name in ("smear_gate.weight", "smear_scalar", "backout_scalar"),
-        lambda config: "adamw",
-        lambda config: 0.2,
-        scaled=False,
-    ),
+    "head": GroupSpec(_named("head"), lambda config: config.head_lr, betas=(0.8, 0.96), weight_decay=0.01),
+    "residual": GroupSpec(_named("residual_scalars"), lambda config: 0.005, weight_decay=0.05, scaled=False),
+    "skip": GroupSpec(_named("skip_scalars"), lambda config: config.skip_lr, betas=(0.96, 0.95), scaled=False),
+    "smear": GroupSpec(_named("smear_gate", "smear_scalar", "backout_scalar"), lambda config: 0.2, scaled=False),
     "router": GroupSpec(
-        lambda name, parameter: "router" in name.split("."),
-        lambda config: config.router_optimizer,
+        _named("router"),
         lambda config: config.matrix_lr if config.router_lr is None else config.router_lr,
+        lambda config: config.router_optimizer,
     ),
 }
 
