@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-from study import Record, read, record_run
+from study import Record, read, record_run, run_script
 
 from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
 
@@ -164,8 +163,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"frontier: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script("frontier", main)

@@ -17,7 +17,6 @@ import argparse
 import itertools
 import json
 import math
-import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -26,7 +25,7 @@ from statistics import fmean
 import numpy as np
 import torch
 from frontier import SHARED, SOFTMAX
-from study import Record, read, record_run
+from study import Record, read, record_run, run_script
 
 from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
 from expert_threshold.cli.run_options import parse_run, resolve_run
@@ -201,8 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"ladder: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script("ladder", main)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import sys
 from collections import defaultdict
 from hashlib import sha256
 from operator import itemgetter
@@ -25,7 +24,7 @@ from pathlib import Path
 from statistics import fmean, stdev, variance
 
 import torch
-from study import Record, read, record_run
+from study import Record, read, record_run, run_script
 
 from expert_threshold.config import RunConfig
 from expert_threshold.data import open_source, pack
@@ -119,8 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"power: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script("power", main)

@@ -84,3 +84,12 @@ def worst_load(lines: list[Record]) -> float | None:
     """Return the worst layer's load, averaged over lines, or None if the model has no experts."""
     loads = [max(layer["load_spread"] for layer in line["layers"].values()) for line in lines if line["layers"]]
     return fmean(loads) if loads else None
+
+
+def run_script(name: str, main: Callable[[], None]) -> None:
+    """Call a script's main function, and exit with one line and code 2 if it raises ValueError."""
+    try:
+        main()
+    except ValueError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
