@@ -6,6 +6,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ settings.register_profile("here", deadline=None, max_examples=30)
 settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
 settings.register_profile("many", deadline=None, max_examples=1000)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, which the tests of signals do not expect
 
 # Without a GPU, kernels run in Triton's interpreter, which has to be said before triton is imported.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")

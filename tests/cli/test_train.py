@@ -142,7 +142,7 @@ def test_a_resumed_run_reports_that_it_keeps_its_threads(
     assert "as before" not in capsys.readouterr().out
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     assert et("train", "--resume", copy) == 0
-    assert "1 thread, as before" in capsys.readouterr().out
+    assert "using 1 thread as before" in capsys.readouterr().out
     assert et("train", "--resume", copy, "--threads", 1) == 0
     assert "as before" not in capsys.readouterr().out
 
