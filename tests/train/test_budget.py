@@ -204,5 +204,5 @@ def test_a_finished_run_is_given_more_time(start: Start, tmp_path: Path, clock: 
     result = start(resume=True, minutes=12 / 60, **OPTIONS | {"steps": first.step})
     assert result.step > 1.5 * first.step
     assert 0.9 * 12 <= result.elapsed <= 12
-    with pytest.raises(ValueError, match=r"minutes=0.1: .* has already used 0.\d+ minutes for \d+ steps; allow more minutes"):
+    with pytest.raises(ValueError, match=r"minutes=0.1: .* has already used 0.\d+ minutes for \d+ steps; allow more"):
         start(resume=True, minutes=6 / 60, **OPTIONS | {"steps": result.step})
