@@ -8,7 +8,8 @@ Each rung is a width of `et train quickstart` and a number of tokens with its ow
 see the same tokens in the same order. The gap, a method's loss minus dense's, is fitted as g₀ + a·log₂ tokens +
 b·log₂ parameters over all pairs. A prediction leaves out the pairs of its own rung; its 95 % interval is for the mean
 gap of as many pairs as `--seeds`, from 10,000 bootstrap samples of the residuals. FOLDER/records.jsonl holds one JSON
-line per finished run. If the command is repeated, it skips these runs and resumes an interrupted one.
+line per finished run. If the command is repeated, it skips these runs and resumes an interrupted one. test.jsonl holds
+the runs' losses on the test part, as `et evaluate RUN… --data linux/test --eval-tokens 400000 --json` gives them.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def main() -> None:
         width, megatokens = asked.predict
         print(json.dumps(predict(records, (width, megatokens * 1_000_000), len(asked.seeds)), indent=1))
     elif asked.show:
-        print(table(records), rivals(records), sep="\n\n")
+        print(table(records), rivals(records), rivals(read(asked.show / "test.jsonl")), sep="\n\n")
         predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.prediction]
         draw(records, predictions, asked.show / "ladder.png")
     else:
