@@ -1,8 +1,9 @@
-"""One rank of the test of shared reading: `python across_ranks.py RANK RANKS RENDEZVOUS_FILE`."""
+"""One rank of the test of shared reading, see `ranks.run_on_ranks`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from test_stream import Parts
 
 from expert_threshold.data import Loader, Tokens, loader
-from ranks import join, leave
+from ranks import join
 
 
 class Watched(Parts):
@@ -49,13 +50,8 @@ def check_faults(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
         list(batches(loader, 40))
 
 
-def main() -> None:
-    rank, ranks, group = join()
+def main(rank: int, ranks: int, folder: Path) -> None:
+    group = join(rank, ranks, folder)
     loader.BLOCK_BYTES = 500
     check_equal(rank, ranks, group)
     check_faults(rank, ranks, group)
-    leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from test_loss import CONTEXT, RULES, make_model, text
 from expert_threshold.data import Tokenizer
 from expert_threshold.evaluation import Validation, evaluate
 from expert_threshold.routing import ExpertChoice
-from ranks import join, leave
+from ranks import join
 
 
 def assert_same(got: Validation, wanted: Validation) -> None:
@@ -47,13 +49,8 @@ def check_training_pools(tokenizer: Tokenizer, ranks: int, group: dist.ProcessGr
             assert torch.equal(a.load, b.load)
 
 
-def main() -> None:
-    _, ranks, group = join()
+def main(rank: int, ranks: int, folder: Path) -> None:
+    group = join(rank, ranks, folder)
     tokenizer = Tokenizer.train(["the cat sat on the mat; the hat of the cat: ünïcödé"] * 4, 270)
     check_shares(tokenizer, group)
     check_training_pools(tokenizer, ranks, group)
-    leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import runpy
 import sys
 import warnings
 from datetime import timedelta
@@ -18,47 +18,36 @@ from torch.utils._pytree import tree_leaves
 
 
 def run_on_ranks(script: Path, ranks: int, folder: Path, *more: str) -> None:
-    """Run `python script RANK RANKS RENDEZVOUS_FILE MORE…` for every rank; each has to exit with 0. folder: an empty
-    one.
+    """Call `main(rank, ranks, folder, *more)` of a script in a process for each rank. All must succeed.
 
-    Ranks are forks of a server that has imported torch: imports would take most of the time.
+    folder: an empty folder. The processes are forks of a server that has imported torch, since importing it would take
+    most of the time.
     """
-    arguments = (script, str(ranks), str(folder / "rendezvous"), *more)
-    start_processes(_run, arguments, nprocs=ranks, daemon=True, start_method="forkserver")
+    start_processes(_run, (script, ranks, folder, *more), nprocs=ranks, daemon=True, start_method="forkserver")
 
 
-def _run(rank: int, script: Path, *arguments: str) -> None:
+def _run(rank: int, script: Path, *arguments: Any) -> NoReturn:
     warnings.simplefilter("error")
-    sys.argv = [str(script), str(rank), *arguments]
-    sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
-
-
-def join() -> tuple[int, int, dist.ProcessGroup]:
-    """Join the group of all ranks, in such a script; return the rank, the number of ranks and the group."""
-    rank, ranks, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
-    )
-    return rank, ranks, dist.group.WORLD
+    sys.path.insert(0, str(script.parent))
+    importlib.import_module(script.stem).main(rank, *arguments)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a normal exit sometimes aborts in one of torch's threads on a loaded machine
+
+
+def join(rank: int, ranks: int, folder: Path) -> dist.ProcessGroup:
+    """Join the group of all ranks, and return it."""
+    file = f"file://{folder / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    return dist.group.WORLD
 
 
 def mine(values: torch.Tensor, shares: tuple[int, ...], rank: int) -> torch.Tensor:
     """Return this rank's share of values that all ranks know."""
     return values.split(shares)[rank]
-
-
-def leave() -> NoReturn:
-    """The end of such a script in the place of the interpreter's, where a thread of torch's may abort it.
-
-    So it was seen on a loaded machine, after all checks had passed.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 class Collectives(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""One rank of the tests of expert parallelism: `python across_ranks.py RANK RANKS RENDEZVOUS_FILE`.
+"""One rank of the tests of expert parallelism, see `ranks.run_on_ranks`.
 
 Every rank knows the tokens of all, so that each checks its own part against the single-process layer.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from expert_threshold.moe import Experts, MoE, Rule
 from expert_threshold.moe.sharding import expert_parameters, shard_experts
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
-from ranks import Collectives, join, leave, mine
+from ranks import Collectives, join, mine
 from routed_sum import assert_same
 
 EXPERTS, D_MODEL, D_EXPERT = 8, 6, 10
@@ -201,8 +202,8 @@ def check_communication(rank: int, group: dist.ProcessGroup) -> None:
             assert everything.names == routing.names + BY_COUNT
 
 
-def main() -> None:
-    rank, ranks, group = join()
+def main(rank: int, ranks: int, folder: Path) -> None:
+    group = join(rank, ranks, folder)
     check_any_assignment(rank, ranks, group)
     check_rules(rank, ranks, group)
     check_other_dtypes(rank, ranks, group)
@@ -210,8 +211,3 @@ def main() -> None:
     check_communication(rank, group)
     if ranks == 2:
         check_refusals(rank, ranks, group)
-    leave()
-
-
-if __name__ == "__main__":
-    main()

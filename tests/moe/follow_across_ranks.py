@@ -1,4 +1,4 @@
-"""One rank of the tests of `follow`: `python follow_across_ranks.py RANK RANKS RENDEZVOUS_FILE`.
+"""One rank of the tests of `follow`, see `ranks.run_on_ranks`.
 
 Every rank knows the tokens of all, and trains one process's model beside its own, to compare with.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from expert_threshold.moe import Follower, MoE, Rule, follow
 from expert_threshold.optim import Muon
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
-from ranks import join, leave
+from ranks import join
 
 RULES: dict[str, tuple[Rule, float | None]] = {
     "expert_threshold": (ExpertThreshold(4, decay=0.5, warmup_steps=2), 0.01),
@@ -161,16 +162,11 @@ def check_a_rank_without_a_forward(rank: int) -> None:
     optimizer.step()
 
 
-def main() -> None:
-    rank, ranks, group = join()
+def main(rank: int, ranks: int, folder: Path) -> None:
+    group = join(rank, ranks, folder)
     for name in RULES:
         check(name, ddp_followed, rank, ranks, group)
         check(name, fsdp2, rank, ranks, group)
     check("expert_threshold", ddp_of_followed, rank, ranks, group)
     check_not_finite(rank)
     check_a_rank_without_a_forward(rank)
-    leave()
-
-
-if __name__ == "__main__":
-    main()

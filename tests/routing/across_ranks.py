@@ -1,4 +1,4 @@
-"""One rank of the tests across ranks: `python across_ranks.py RANK RANKS RENDEZVOUS_FILE`; exits 0 if all is right.
+"""One rank of the tests across ranks, see `ranks.run_on_ranks`.
 
 Every rank knows the scores of all, so that each checks its own part against the single-process result.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from expert_threshold.routing import (
     kth_largest,
     take,
 )
-from ranks import Collectives, join, leave, mine
+from ranks import Collectives, join, mine
 
 EXPERTS = 3
 SHARES = {2: [(7, 5), (0, 12), (1, 20)], 3: [(4, 4, 4), (1, 0, 9), (0, 0, 5)]}
@@ -90,8 +91,8 @@ def check_bytes(rule: Rule, group: dist.ProcessGroup) -> None:
     assert sent(12) == sent(3000), rule
 
 
-def main() -> None:
-    rank, ranks, group = join()
+def main(rank: int, ranks: int, folder: Path) -> None:
+    group = join(rank, ranks, folder)
     rules: list[Rule] = [
         ExpertChoice(EXPERTS, 1, pool="global"),
         ExpertChoice(EXPERTS, 1.25, pool="global"),
@@ -110,8 +111,3 @@ def main() -> None:
     for rule in rules:
         check_bytes(rule, group)
     check_too_few_tokens(rank, group)
-    leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,12 +6,10 @@ import json
 import os
 import random
 import signal
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch.distributed import FileStore
 
 from expert_threshold.data import Batch, Loader
@@ -19,10 +17,9 @@ from expert_threshold.distributed import Rendezvous
 from expert_threshold.model import gpt
 from expert_threshold.routing import ExpertThreshold
 from expert_threshold.runs import RunFolder
-from ranks import leave
+from expert_threshold.train import prepare
 from train.across_ranks import ADDITIONS, CONFIG, assert_same, draw_no_zeros, run
 
-rank, ranks, folder, trials = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]).parent, int(sys.argv[4])
 RULE = ExpertThreshold(4, 1, warmup_steps=3, decay=0.9)
 STEPS = 10
 LAYOUTS = ({}, {"expert_parallel": 2}, {"shard": True}, {"shard": True, "expert_parallel": 2})
@@ -42,8 +39,9 @@ def stop(*_: object) -> str:
     return ""
 
 
-def trial(seed: int, turns: FileStore, alone: RunFolder, expected: Counter[str]) -> None:
-    chance, path = random.Random(seed), folder / f"run{seed}"
+def trial(rank: int, ranks: int, seed: int, turns: FileStore, alone: RunFolder, expected: Counter[str]) -> None:
+    chance, folder = random.Random(seed), alone.path.parent
+    path = folder / f"run{seed}"
     config = replace(CONFIG, steps=STEPS, eval_every=None, checkpoint_every=5)
     rows.clear()
     for last in [*sorted(chance.sample(range(1, STEPS), 3)), STEPS]:
@@ -65,21 +63,13 @@ def trial(seed: int, turns: FileStore, alone: RunFolder, expected: Counter[str])
     turns.wait([f"{seed}"])
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def main(rank: int, ranks: int, folder: Path, trials: str) -> None:
+    prepare.Loader = Recorded  # type: ignore[misc]
     gpt._as_the_paper = draw_no_zeros
     config = replace(CONFIG, steps=STEPS, eval_every=None, checkpoint_every=5)
     turns, alone = FileStore(str(folder / "turns"), ranks), RunFolder(folder / "alone")
     if rank == 0:
         run(alone.path, folder / "corpus.jsonl", RULE, config, None, ADDITIONS, "nanochat")
     expected = Counter(rows)
-    for seed in range(trials) if (only := os.environ.get("ET_TRIAL")) is None else [int(only)]:
-        trial(seed, turns, alone, expected)
-    leave()
-
-
-if __name__ == "__main__":
-    from expert_threshold.train import prepare
-
-    prepare.Loader = Recorded  # type: ignore[misc]
-    main()
+    for seed in range(int(trials)) if (only := os.environ.get("ET_TRIAL")) is None else [int(only)]:
+        trial(rank, ranks, seed, turns, alone, expected)

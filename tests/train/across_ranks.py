@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import TrainConfig, train
-from ranks import leave
 from train.conftest import tiny
 
 draw_weight = gpt._as_the_paper
@@ -176,9 +174,7 @@ def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
     turns.wait(["compared"])  # else the others' next run would wait for this rank, and for some seconds only
 
 
-def main() -> None:
-    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]).parent
-    torch.set_num_threads(1)
+def main(rank: int, ranks: int, folder: Path, which: str) -> None:
     gpt._as_the_paper = draw_no_zeros
     corpus = folder / "corpus.jsonl"
     count = 0
@@ -202,15 +198,10 @@ def main() -> None:
     if ranks > 2:
         change_layouts(folder, corpus, rank)
         cases = {name: cases[name] for name in ("expert_threshold", "loss_free")}
-    elif "all" not in sys.argv:
+    elif which == "few":
         cases = {name: cases[name] for name in FEW}
     for name, (rule, config, _) in cases.items():
         run(folder / name, corpus, rule, config, rendezvous())
     for name, (rule, _, config) in list(cases.items())[rank::ranks]:
         one = run(folder / f"{name}_alone", corpus, rule, config, None)
         assert_same(RunFolder(folder / name), one, 2e-5)
-    leave()
-
-
-if __name__ == "__main__":
-    main()
