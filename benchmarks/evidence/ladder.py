@@ -120,7 +120,8 @@ def table(records: list[Record]) -> str:
 def rivals(records: list[Record]) -> str:
     """Return a Markdown table of expert threshold's loss minus each rival's, over all their pairs of every rung."""
     families = {rival: Gaps(records, "expert threshold", rival).by_rung.values() for rival in list(RULES)[2:]}
-    gaps = {rival: [gap for rung in rungs for gap in rung] for rival, rungs in families.items() if rungs}
+    gaps = {rival: [gap for rung in rungs for gap in rung] for rival, rungs in families.items()}
+    gaps = {rival: each for rival, each in gaps.items() if len(each) > 1}
     lines = ["| rival | pairs | expert threshold minus rival | 95 % interval | verdict, margin 0.005 | 0.01 |"]
     lines.append("| --- | ---: | ---: | ---: | --- | --- |")
     verdicts = [corrected(list(gaps.values()), margin) for margin in (0.005, 0.01)]

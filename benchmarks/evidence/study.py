@@ -35,7 +35,7 @@ def record_run(
     data: Path,
     out: Path,
     checkpoints: int,
-    measure: Callable[[RunFolder], Record] | None = None,
+    measure: Callable[[RunFolder], Record] = lambda folder: {},
 ) -> None:
     """Train a run, or resume it if it was interrupted, and append its record, unless the folder `out` already has it.
 
@@ -72,8 +72,7 @@ def record_run(
         "commit": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip(),
         "date": date.today().isoformat(),
     }
-    if measure is not None:
-        made |= measure(folder)
+    made |= measure(folder)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(made) + "\n")
     for checkpoint in sorted((place / "checkpoints").iterdir())[:-1]:

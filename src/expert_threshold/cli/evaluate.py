@@ -38,7 +38,7 @@ from ..runs import RunFolder, load_model
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
 from . import rates
-from .options import COMPUTE, STEP, Option, parse, parse_names
+from .options import COMPUTE, RATE, STEP, Option, parse, parse_names
 from .side_by_side import VALIDATION, table
 
 if TYPE_CHECKING:
@@ -63,12 +63,7 @@ OPTIONS = [
     Option("harness", str | None, None, "Tasks of lm-evaluation-harness to evaluate, as A,B."),
     Option("harness_path", str | None, None, "A folder with additional tasks for the harness."),
     Option("max_per_task", Count | None, None, "Maximum number of questions per task. Defaults to all."),
-    Option(
-        "rate",
-        float | None,
-        None,
-        "Mean number of routed experts per token, from 0 to all. Defaults to the trained number.",
-    ),
+    RATE,
     Option("rates", str | None, None, "Measure only the loss, at each of these rates, such as 0.25,0.5,1,2."),
     Option("json", bool, False, "Print JSON instead of a table."),
     STEP,

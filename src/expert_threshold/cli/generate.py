@@ -11,7 +11,7 @@ from rich.segment import Segment, Segments
 from ..generate import LEGEND, generate, printable, render_routing
 from ..runs import load_model
 from ..train.device import pick_device, pick_dtype
-from .options import COMPUTE, STEP, Option, parse_all
+from .options import COMPUTE, RATE, STEP, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run.", positional=True, required=True),
@@ -20,12 +20,7 @@ OPTIONS = [
     Option("temperature", float, 1.0, "With 0, the likeliest token is picked; with 1, the distribution is unchanged."),
     Option("top_k", int | None, 50, "Sample from only this many of the likeliest tokens, or from all with none."),
     Option("seed", int | None, None, "Seed for sampling. Defaults to a random one."),
-    Option(
-        "rate",
-        float | None,
-        None,
-        "Mean number of routed experts per token, from 0 to all. Defaults to the trained number.",
-    ),
+    RATE,
     Option("show_routing", bool, False, "Colour each token by the number of experts that it was routed to."),
     STEP,
     *COMPUTE,

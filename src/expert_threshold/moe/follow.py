@@ -64,9 +64,8 @@ class Follower:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        *,
-        group: dist.ProcessGroup | None = None,
-        loss_scale: float | None = None,
+        group: dist.ProcessGroup | None,
+        loss_scale: float | None,
     ) -> None:
         self.loss_scale = loss_scale
         self.observations: dict[Router, Observation] = {}
@@ -245,4 +244,4 @@ def follow(
     steps times a GradScaler's scale. It also applies to routing losses. None means 1, with a warning under
     accumulation. Raises ValueError if the model has no MoE layer.
     """
-    return Follower(model, optimizer, group=group, loss_scale=loss_scale)
+    return Follower(model, optimizer, group, loss_scale)

@@ -93,11 +93,11 @@ def panels(
     return figure, every
 
 
-def rows_of(width: float, names: Sequence[str], title: str = "") -> tuple[Figure, Axes]:
+def rows_of(width: float, names: Sequence[str]) -> tuple[Figure, Axes]:
     """Create one panel with a row for each name, which is to its left and wraps if it is long."""
     lines = [fill(name, int(BESIDE * width / CHARACTER)) for name in names]
     room = max(0.24, LINE * (1 + max(text.count("\n") for text in lines)))
-    figure, axes = single(width, room * len(names) + 0.2, title)
+    figure, axes = single(width, room * len(names) + 0.2)
     axes.set_yticks(range(len(names)), lines, color=INK)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(False)
