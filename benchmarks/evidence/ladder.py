@@ -3,6 +3,7 @@
     python benchmarks/evidence/ladder.py --data FOLDER/tokens --out FOLDER [--widths …] [--megatokens …] [--seeds …]
     python benchmarks/evidence/ladder.py --predict WIDTH MEGATOKENS --out FOLDER > prediction.json
     python benchmarks/evidence/ladder.py --show FOLDER [--prediction FILE …]
+    python benchmarks/evidence/ladder.py --data FOLDER/tokens --out FOLDER --matrix-lr 0.01 0.04 [--widths …] …
 
 Each rung is a width of `et train quickstart` and a number of tokens with its own schedule. Under one seed, the methods
 see the same tokens in the same order. The gap, a method's loss minus dense's, is fitted as g₀ + a·log₂ tokens +
@@ -10,6 +11,7 @@ b·log₂ parameters over all pairs. A prediction leaves out the pairs of its ow
 gap of as many pairs as `--seeds`, from 10,000 bootstrap samples of the residuals. FOLDER/records.jsonl holds one JSON
 line per finished run. If the command is repeated, it skips these runs and resumes an interrupted one. test.jsonl holds
 the runs' losses on the test part, as `et evaluate RUN… --data linux/test --eval-tokens 400000 --json` gives them.
+rates.jsonl holds the records of runs with other learning rates of matrices than the preset's.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,6 +134,20 @@ def rivals(records: list[Record]) -> str:
     return "\n".join(lines)
 
 
+def rates(records: list[Record]) -> str:
+    """Return a Markdown table of losses by learning rate of matrices, with a row per rung and method."""
+    columns = sorted({each["matrix_lr"] for each in records})
+    losses: dict[tuple[Any, ...], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for each in records:
+        key = each["width"], each["tokens"] // 1_000_000, each["method"]
+        losses[key][each["matrix_lr"]].append(each["loss"])
+    lines = [f"| width, tokens, method | {' | '.join(map(str, columns))} |", f"| --- |{' ---: |' * len(columns)}"]
+    for (width, megatokens, method), row in sorted(losses.items()):
+        cells = [", ".join(f"{loss:.4f}" for loss in row[rate]) for rate in columns]
+        lines.append(f"| {width}, {megatokens}M, {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
     """Draw each pair's gap against tokens, a panel per method, a line per width, and predictions as intervals."""
     from matplotlib.figure import Figure
@@ -181,6 +198,7 @@ def main() -> None:
     parser.add_argument("--megatokens", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", choices=RULES, nargs="+", default=["dense", "expert threshold"])
+    parser.add_argument("--matrix-lr", type=float, nargs="+", default=[None], metavar="RATE")
     asked = parser.parse_args()
     if (asked.out is None) == (asked.show is None):
         parser.error("give --out FOLDER or --show FOLDER")
@@ -189,15 +207,19 @@ def main() -> None:
         width, megatokens = asked.predict
         print(json.dumps(predict(records, (width, megatokens * 1_000_000), len(asked.seeds)), indent=1))
     elif asked.show:
-        print(table(records), rivals(records), rivals(read(asked.show / "test.jsonl")), sep="\n\n")
+        tests, others = (read(asked.show / name) for name in ("test.jsonl", "rates.jsonl"))
+        print(table(records), rivals(records), rivals(tests), rates(others), sep="\n\n")
         predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.prediction]
         draw(records, predictions, asked.show / "ladder.png")
     else:
-        for seed, megatokens, width, method in itertools.product(
-            asked.seeds, asked.megatokens, asked.widths, asked.methods
+        for rate, seed, megatokens, width, method in itertools.product(
+            asked.matrix_lr, asked.seeds, asked.megatokens, asked.widths, asked.methods
         ):
             run = {"method": method, "width": width, "tokens": megatokens * 1_000_000, "seed": seed}
             options = f"{SHARED} --d-model {width} {RULES[method]}"
+            if rate:
+                run["matrix_lr"] = rate
+                options += f" --optim.matrix-lr {rate}"
             record_run(run, options, asked.data, asked.out, 4)
 
 
