@@ -15,12 +15,16 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
+from torch import nn
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
 
-from benchmarks.evidence import claims, frontier, ladder, power, text
+from benchmarks.evidence import claims, critics, frontier, ladder, power, text
 
 from expert_threshold.data import Batch, Loader
+from expert_threshold.moe.router import Router
+from expert_threshold.optim import Muon
+from expert_threshold.routing import TokenChoice
 
 BODY = "int f{0}(int a)\n{{\n\treturn a * {0};\n}}\n" * 14
 LICENCE = "// SPDX-License-Identifier: GPL-2.0\n/*\n * Copyright * Somebody\n */\n\n"
@@ -221,3 +225,28 @@ def test_a_gap_is_predicted_by_its_law_without_a_look_at_the_rung_itself() -> No
     assert found["coefficients"]["expert threshold"]["a"] == pytest.approx([-0.01] * 3, abs=1e-6)
     with pytest.raises(ValueError, match="too few"):
         ladder.predict([run for run in runs if run["width"] == 64], (64, 8_000_000), 1)
+
+
+def test_muon_in_blocks_updates_a_dense_layer_like_a_stack_of_two_experts() -> None:
+    torch.manual_seed(0)
+    weights, grads = ([torch.randn(shape) for shape in ((16, 4), (4, 16))] for _ in range(2))
+    options: dict[str, Any] = {"normuon": "longer", "equilibrate": "rows", "ns_dtype": torch.float32}
+    for weight, grad in zip(weights, grads, strict=True):
+        dense, stack = (nn.Parameter(each.clone()) for each in (weight, critics.blocks_of(weight, 8).contiguous()))
+        dense.grad, stack.grad = grad, critics.blocks_of(grad, 8).contiguous()
+        for _ in range(2):
+            with critics.muon_in_blocks(8):
+                Muon([dense], **options).step()
+            Muon([stack], **options).step()
+        torch.testing.assert_close(critics.blocks_of(dense.detach(), 8), stack.detach())
+        assert not torch.equal(dense, weight)
+
+
+def test_a_starved_expert_gets_lower_scores_after_so_many_updates() -> None:
+    router, x = Router(4, TokenChoice(3, 1)), torch.randn(1, 8, 4)
+    before = router.score(x)
+    with critics.starved(after=1):
+        assert torch.equal(router.score(x), before)
+        router.update(router(x).observation)
+        torch.testing.assert_close(router.score(x), before - torch.tensor([critics.HANDICAP, 0, 0]))
+    assert torch.equal(router.score(x), before)

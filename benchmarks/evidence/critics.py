@@ -1,0 +1,156 @@
+"""Answers three doubts about the comparisons with dense: is it the optimizer, the shape of its blocks, or luck?
+
+    python benchmarks/evidence/critics.py --data FOLDER/tokens --out FOLDER [--seeds 0 1 2] [--only QUESTION …]
+    python benchmarks/evidence/critics.py --show FILE
+
+adamw: AdamW updates all parameters, at several learning rates of matrices. blocks: Muon orthogonalizes the dense
+model's feed-forward matrices in blocks of an expert's shape. starved: after a quarter of the steps, 4 is subtracted
+from all scores of expert 0. Does it recover its tokens? Runs have the size of the frontier's.
+FOLDER/records.jsonl holds one JSON line per finished run; if the command is repeated, it skips these runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest.mock import patch
+
+from frontier import FAMILIES, SHARED
+from ladder import RULES
+from study import Record, read, record_run, run_script
+from torch import Tensor
+
+from expert_threshold.moe.router import Router
+from expert_threshold.optim import Muon, groups, muon
+from expert_threshold.routing import Observation
+from expert_threshold.runs import RunFolder
+
+EXPERT_WIDTH = 256  # of quickstart, whose dense feed-forward layers have twice this width
+HANDICAP = 4.0
+TOKENS = 2_000_000
+STEPS = 488
+QUESTIONS = ("adamw", "blocks", "starved")
+LOSS_FREE = {"loss-free": FAMILIES["loss-free, sign"]["0.03"]}
+
+
+@contextmanager
+def adamw_everywhere() -> Iterator[None]:
+    """Let AdamW update the matrices, too, with a weight decay of 0.1."""
+    changes = {"optimizer": lambda config: "adamw", "weight_decay": 0.1}
+    rows = {name: groups.GROUPS[name]._replace(**changes) for name in ("matrix", "expert")}
+    with patch.dict(groups.GROUPS, rows):
+        yield
+
+
+def blocks_of(matrix: Tensor, width: int = EXPERT_WIDTH) -> Tensor:
+    """Return a view (2, width, d) or (2, d, width) of a feed-forward matrix (2 width, d) or (d, 2 width)."""
+    rows, columns = matrix.shape
+    return matrix.view(2, width, columns) if rows == 2 * width else matrix.view(rows, 2, width).transpose(0, 1)
+
+
+@contextmanager
+def muon_in_blocks(width: int = EXPERT_WIDTH) -> Iterator[None]:
+    """Let Muon treat each feed-forward matrix as two matrices of an expert's shape."""
+    whole = Muon._piece
+
+    def piece(self: Muon, weight: Tensor, normuon: bool) -> muon._Piece:
+        found = whole(self, weight, normuon)
+        if weight.ndim != 2 or 2 * width not in weight.shape:
+            return found
+        return muon._Piece(*(blocks_of(each[0], width) for each in found))
+
+    with patch.object(Muon, "_piece", piece):
+        yield
+
+
+@contextmanager
+def starved(after: int) -> Iterator[None]:
+    """Subtract HANDICAP from expert 0's scores in every router that has been updated `after` times."""
+    score, update, updates = Router.score, Router.update, defaultdict[int, int](int)
+
+    def counted(self: Router, observation: Observation) -> None:
+        update(self, observation)
+        updates[id(self)] += 1
+
+    def handicapped(self: Router, x: Tensor) -> Tensor:
+        scores = score(self, x)
+        if updates[id(self)] >= after:
+            lower = scores.new_zeros(scores.shape[-1])
+            lower[0] = HANDICAP
+            scores = scores - lower
+        return scores
+
+    with patch.object(Router, "score", handicapped), patch.object(Router, "update", counted):
+        yield
+
+
+def usages(folder: RunFolder) -> Record:
+    """Return expert 0's mean load over all layers, relative to an even load, for each eighth of the run."""
+    lines = [line for line in folder.metrics.read() if line["split"] == "train"]
+    by_eighth = defaultdict[int, list[float]](list)
+    for line in lines:
+        share = fmean(layer["usage"][0] * len(layer["usage"]) for layer in line["layers"].values())
+        by_eighth[min(7, 8 * line["step"] // lines[-1]["step"])].append(share)
+    return {"usage": [round(fmean(values), 3) for values in by_eighth.values()]}
+
+
+def nothing(folder: RunFolder) -> Record:
+    """Return no further fields of a record."""
+    return {}
+
+
+def runs(question: str) -> Iterator[tuple[str, str, str, AbstractContextManager[None], Any]]:
+    """Yield each run of a question: method, setting, options, the change under which it runs, and what is measured."""
+    if question == "adamw":
+        for method, rate in itertools.product(("dense", "expert threshold", "token choice"), (0.001, 0.002, 0.004)):
+            options = f"{RULES[method]} --optim.matrix-lr {rate} --optim.router-optimizer adamw"
+            yield method, str(rate), options, adamw_everywhere(), nothing
+    elif question == "blocks":
+        yield "dense", "in blocks", RULES["dense"], muon_in_blocks(), nothing
+    else:
+        for method, options in (RULES | LOSS_FREE).items():
+            if method != "dense":
+                yield method, "", options, starved(STEPS // 4), usages
+
+
+def table(records: list[Record]) -> str:
+    """Return a Markdown table with the losses of all seeds, and expert 0's relative load in each eighth of a run."""
+    rows: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        rows[record["question"], record["method"], record["setting"]].append(record)
+    lines = ["| question | method | setting | losses of seeds 0, 1, … | load of expert 0 |", "| --- " * 5 + "|"]
+    for name, runs in sorted(rows.items()):
+        losses = ", ".join(f"{run['loss']:.4f}" for run in sorted(runs, key=lambda run: run["seed"]))
+        lines.append(f"| {' | '.join(name)} | {losses} | {'; '.join(str(run.get('usage', '')) for run in runs)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("tokens"))
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path)
+    what.add_argument("--show", type=Path, metavar="FILE")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--only", choices=QUESTIONS, nargs="+", default=list(QUESTIONS))
+    parser.add_argument("--settings", nargs="+", help="only these settings, such as a learning rate")
+    asked = parser.parse_args()
+    if asked.show is not None:
+        print(table(read(asked.show)))
+        return
+    for seed, question in itertools.product(asked.seeds, asked.only):
+        for method, setting, options, change, measure in runs(question):
+            if asked.settings is None or setting in asked.settings:
+                run = {"question": question, "method": method, "setting": setting, "tokens": TOKENS, "seed": seed}
+                with change:
+                    record_run(run, f"{SHARED} {options}", asked.data, asked.out, 4, measure)
+
+
+if __name__ == "__main__":
+    run_script("critics", main)
