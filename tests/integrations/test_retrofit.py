@@ -190,6 +190,20 @@ def test_distillation_brings_the_predictions_closer(tmp_path: Path, text: Path) 
     assert far[1] < 0.5 * far[0]
 
 
+def test_steps_smaller_than_the_rounding_of_bfloat16_weights_add_up(tmp_path: Path, text: Path) -> None:
+    source = checkpoint(tmp_path / "run", text)
+    student = source.with_rule(retrofit.threshold_rule(source.rule, 1)).bfloat16()
+    found = retrofit.sample(source.model, batches(source, text), lambda done: None)
+    before = [router.weight.detach().clone() for router in retrofit.routers(student).values()]
+    retrofit.distill(
+        source.model, student, iter(batches(source, text, 40)), 40, 1e-4, tmp_path / "work",
+        routers_only=True, calibrator=Calibrator.of("loads", source, found.norms), progress=lambda *_: None,
+        stop=lambda: False,
+    )  # fmt: skip
+    for old, router in zip(before, retrofit.routers(student).values(), strict=True):
+        assert (old != router.weight).float().mean() > 0.5
+
+
 def test_stopped_anywhere_and_repeated_it_gives_what_it_gives_in_one_go(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:

@@ -289,8 +289,10 @@ def distill(
     for router in routers(student).values():
         router.weight.requires_grad_(True)
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr, betas=(0.9, 0.95), weight_decay=0.0)
-    changed = {str(i): parameter for i, parameter in enumerate(trained)}
+    # bfloat16 would round small updates away, so AdamW has float32 weights, the model's own if it is float32
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in trained]
+    optimizer = torch.optim.AdamW(masters, lr, betas=(0.9, 0.95), weight_decay=0.0)
+    changed: dict[str, Tensor] = {str(i): master for i, master in enumerate(masters)}
     changed |= {name: value for name, value in student.named_buffers() if ".state_" in name}
     if begun := max(saved_steps(folder), default=0):
         saved = read(folder, begun).tensors
@@ -301,6 +303,8 @@ def distill(
         with torch.no_grad():
             for name, value in changed.items():
                 value.copy_(saved["model"][name])
+            for master, parameter in zip(masters, trained, strict=True):
+                parameter.copy_(master)
     for step, (tokens, _) in enumerate(islice(batches, begun, steps), start=begun):
         tokens = tokens.to(trained[0].device)
         with torch.no_grad():
@@ -308,10 +312,16 @@ def distill(
         with recorded(student) as seen:
             found = student(tokens).logits.float().log_softmax(-1).flatten(0, 1)
         F.kl_div(found, wanted, log_target=True, reduction="batchmean").backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
+        for master, parameter in zip(masters, trained, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
         optimizer.step()
         optimizer.zero_grad()
+        with torch.no_grad():
+            for master, parameter in zip(masters, trained, strict=True):
+                parameter.copy_(master)
         calibrator.set(student, [routing.scores.flatten(0, 1).detach() for _, routing in seen], MEMORY)
         progress(step + 1, steps)
         stopped = stop()
