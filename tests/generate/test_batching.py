@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cases import RULES, covering, small_model, small_tokenizer
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import decoder as decoder_module
-from expert_threshold.generate.engine import ActiveRequest, Engine, Request, Sampler, TextStream
+from expert_threshold.generate.engine import ActiveRequest, Engine, Request, Sampler, TextStream, penalize
 from expert_threshold.model import GPT
 
 BOS = small_tokenizer().bos
@@ -191,6 +191,19 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     for top_p, kept in ((1e-9, {1}), (0.5, {1}), (0.51, {1, 3}), (0.8, {1, 3}), (0.81, {0, 1, 3}), (1.0, {0, 1, 2, 3})):
         sampler = Sampler(1.0, None, torch.Generator().manual_seed(0), top_p)
         assert {sampler(logits) for _ in range(300)} == kept
+
+
+def test_a_repetition_penalty_lowers_the_logits_of_tokens_that_occurred(tokenizer: Tokenizer) -> None:
+    logits = torch.tensor([2.0, -2.0, 3.0])
+    assert penalize(logits, [0, 1, 0], 2.0).tolist() == [1.0, -4.0, 3.0]
+    asked = Request((tokenizer.bos, 5), 20, temperature=0, stop_at_document_end=False)
+    model = small_model()
+    for penalty, repeats in ((1.0, True), (1e6, False)):
+        (writing,) = run(Engine(model, tokenizer), [asked._replace(repetition_penalty=penalty)])
+        tokens = [*asked.prompt, *(step.token for step in writing.steps)]
+        assert (len(set(tokens)) < len(tokens)) == repeats
+    with pytest.raises(ValueError, match="repetition_penalty"):
+        asked._replace(repetition_penalty=0.0).check(64)
 
 
 @given(

@@ -80,11 +80,12 @@ def test_no_default_is_out_of_its_range(context: int, limits: Limits) -> None:
 
 def test_options_reach_the_engine(parser: Parser) -> None:
     asked = parse(
-        parser, prompt="a", max_tokens=0, temperature=0.5, top_p=0.9, top_k=7, stop="end", echo=True, logprobs=5,
-        stream=True, stream_options={"include_usage": True}, user="me", best_of=2, n=2, presence_penalty=0.0,
+        parser, prompt="a", max_tokens=0, temperature=0.5, top_p=0.9, top_k=7, repetition_penalty=1.5, stop="end",
+        echo=True, logprobs=5, stream=True, stream_options={"include_usage": True}, user="me", best_of=2, n=2,
+        presence_penalty=0.0,
     )  # fmt: skip
     assert asked.request._replace(seed=None) == asked.request._replace(
-        max_tokens=0, temperature=0.5, top_p=0.9, top_k=7, stop=("end",), echo=True, tops=5
+        max_tokens=0, temperature=0.5, top_p=0.9, top_k=7, repetition_penalty=1.5, stop=("end",), echo=True, tops=5
     )
     assert (asked.stream, asked.include_usage, asked.n, asked.logprobs) == (True, True, 2, 5)
     assert parse(parser, stop=["a", "b"]).request.stop == ("a", "b")
@@ -278,7 +279,7 @@ def test_what_is_not_supported_may_be_declined(parser: Parser) -> None:
     """Some clients send every field that they know."""
     options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": False}
     neutral: dict[str, Any] = dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), 0)
-    neutral |= {"logit_bias": {}, "suffix": "", "repetition_penalty": 1, "ignore_eos": False}
+    neutral |= {"logit_bias": {}, "suffix": "", "ignore_eos": False}
     assert parse(parser, prompt="a", stream=True, stream_options=options, **neutral).include_usage
     assert parse(parser, **dict.fromkeys(neutral)).requests
 

@@ -51,9 +51,10 @@ class Request(NamedTuple):
     """A prompt and its sampling parameters, which `check` validates.
 
     A temperature of 0 picks the likeliest token; top_k=None and top_p=1 sample from all tokens. The same seed gives the
-    same tokens, and None selects a random one. stop: strings that end the text and are not part of it. tops: the number
-    of likeliest tokens to report in each step. echo: also report the prompt's tokens as steps. record: report the
-    routing of each token. rate: the target number of routed experts per token in every layer; None keeps the rate.
+    same tokens, and None selects a random one. repetition_penalty: see `penalize`; 1 changes nothing. stop: strings
+    that end the text and are not part of it. tops: the number of likeliest tokens to report in each step. echo: also
+    report the prompt's tokens as steps. record: report the routing of each token. rate: the target number of routed
+    experts per token in every layer; None keeps the rate.
     """
 
     prompt: tuple[int, ...]
@@ -61,6 +62,7 @@ class Request(NamedTuple):
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_at_document_end: bool = True
@@ -81,6 +83,10 @@ class Request(NamedTuple):
             raise ValueError(f"top_k={self.top_k} must be at least 1; use None to sample from all tokens")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; use 1 to sample from all tokens")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty} must be finite and above 0; use 1 for no penalty"
+            )
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must be an integer from 0 to 2**63 - 1; use None for a random seed")
         if not self.prompt:
@@ -132,6 +138,16 @@ def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: 
         sums = sums[: int(torch.searchsorted(sums, top_p * sums[-1])) + 1]
     place = min(int(torch.searchsorted(sums, number * sums[-1], right=True)), len(sums) - 1)
     return place if tokens is None else int(tokens[place])
+
+
+def penalize(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
+    """Return logits (vocab,) where those of `tokens` are divided by the penalty if positive, and otherwise multiplied.
+
+    A penalty above 1 thus makes tokens that already occurred less likely. Keskar et al., CTRL (2019).
+    """
+    places = torch.tensor(tokens)
+    seen = logits[places]
+    return logits.scatter(0, places, torch.where(seen > 0, seen / penalty, seen * penalty))
 
 
 class TextStream:
@@ -235,7 +251,11 @@ class ActiveRequest:
 
     def choose(self) -> int:
         assert self.next is not None
-        return self.next.peak.likeliest if self.request.temperature == 0 else self._sampler(self.next.logits)
+        request = self.request
+        if request.repetition_penalty != 1:
+            tokens = [*request.prompt, *(step.token for step in self.steps)]
+            return self._sampler(penalize(self.next.logits, tokens, request.repetition_penalty))
+        return self.next.peak.likeliest if request.temperature == 0 else self._sampler(self.next.logits)
 
 
 @dataclass
@@ -423,6 +443,7 @@ def generate(
     max_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = 50,
+    repetition_penalty: float = 1.0,
     seed: int | None = None,
     stop_at_document_end: bool = True,
     record: bool = False,
@@ -443,6 +464,7 @@ def generate(
         max_tokens,
         temperature,
         top_k,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         stop_at_document_end=stop_at_document_end,
         record=record,

@@ -1,8 +1,8 @@
 """The requests, responses and errors of /v1/completions, in OpenAI's format.
 
 As in OpenAI's API, unknown fields are rejected, and null selects a field's default. Fields of OpenAI's that this server
-does not support (`best_of`, `logit_bias`, `presence_penalty`, …) are rejected unless they have their neutral value. Two
-fields are additions: `top_k`, and `rate`, the number of routed experts per token for this request.
+does not support (`best_of`, `logit_bias`, `presence_penalty`, …) are rejected unless they have their neutral value.
+Additions are `top_k`, `repetition_penalty`, and `rate`, the number of routed experts per token for this request.
 
 Types and ranges are checked by pydantic, which the extra `serve` installs, and are described in /openapi.json.
 """
@@ -53,7 +53,6 @@ NEUTRAL: Fields = {
     "presence_penalty": ZERO,
     "frequency_penalty": ZERO,
     "min_p": ZERO,
-    "repetition_penalty": (float | None, Field(None, ge=1, le=1)),
     "logit_bias": (dict[str, Any] | None, Field(None, max_length=0)),
     "suffix": (str | None, Field(None, max_length=0)),
     "ignore_eos": OFF,
@@ -101,6 +100,7 @@ def completion_model(name: str, limits: Limits, context: int, dial: float | None
             "prompt": (str | list[str] | list[int] | list[list[int]] | None, None),
             "n": (int | None, Field(1, ge=1, le=limits.n)),
             "top_p": (float | None, Field(1.0, ge=0, le=1)),
+            "repetition_penalty": (float | None, Field(1.0, gt=0, le=2)),
             "logprobs": (int | None, Field(None, ge=0, le=limits.logprobs)),
             "stop": (str | list[str] | None, None),
             "stream": flag,
@@ -189,6 +189,7 @@ class Parser:
             temperature=fields.temperature if fields.top_p > 0 else 0.0,  # top_p=0 keeps only the likeliest token
             top_k=fields.top_k,
             top_p=fields.top_p or 1.0,
+            repetition_penalty=fields.repetition_penalty,
             seed=_shift(fields.seed, 0),
             stop=self._stop(fields.stop),
             tops=fields.logprobs or 0,
