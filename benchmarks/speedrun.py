@@ -18,6 +18,7 @@ continues. Writes speedrun.json, speedrun.md and two figures into --out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -27,6 +28,7 @@ import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from bare import commit_of, origin
 from common import compute_dtype, machine, positive, run
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 
 from expert_threshold.analysis.figures.learning import TOKENS, draw_losses
 from expert_threshold.analysis.page import save_figure
@@ -43,9 +46,12 @@ from expert_threshold.analysis.sentences import counted
 from expert_threshold.compare.findings import read_runs
 from expert_threshold.data import Loader, Tokens, open_source, pack, windows
 from expert_threshold.files import replace_file
+from expert_threshold.model.attention import delay
 from expert_threshold.runs import RunFolder
 
 NANOCHAT = "nanochat"
+SCALARS, KEY_OFFSET = "nanochat, scalar rate 0.15", "nanochat, scalar rate 0.15, key offset"
+VARIANTS = (NANOCHAT, SCALARS, KEY_OFFSET)  # with our rate of skip scalars, then with our key offset in the last layer
 # nanochat's defaults at 92d63d4 (scripts/base_train.py, July 2026).
 RATES = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5, "weight_decay": 0.28}
 WARMUP, COOLDOWN, LAST_RATE = 40, 0.65, 0.05
@@ -76,12 +82,14 @@ def tokens_per_step(config: dict[str, Any]) -> int:
     return tokens
 
 
-def train_nanochat(ours: RunFolder) -> Curve:
-    """Train nanochat on the batches of a run of ours and return its validations."""
+def train_nanochat(ours: RunFolder, variant: str) -> Curve:
+    """Train a variant of nanochat on the batches of a run of ours and return its validations."""
     options, context = ours.config["train"], ours.config["model"]["context"]
     seed, steps, parts = options["seed"], options["steps"], options["accumulation"]
     model = nanochat_model(ours.config["model"], seed)
-    optimizer = model.setup_optimizer(**RATES)
+    if variant == KEY_OFFSET:
+        offset_keys(model.transformer.h[-1].attn)
+    optimizer = model.setup_optimizer(**RATES | ({} if variant == NANOCHAT else {"scalar_lr": 0.15}))
     forward = torch.compile(model, dynamic=False) if ours.config["compiled"] else model
     corpus, tokenizer = open_source(**ours.config["data"]), ours.tokenizer()
     loader = Loader(pack(corpus, tokenizer, "train"), options["batch_size"], context, seed)
@@ -90,7 +98,7 @@ def train_nanochat(ours: RunFolder) -> Curve:
     curve: Curve = []
     seconds: list[float] = []
     with Progress(console=Console(stderr=True)) as progress:
-        for step in progress.track(range(steps), description=f"{NANOCHAT}, seed {seed}"):
+        for step in progress.track(range(steps), description=f"{variant}, seed {seed}"):
             start = time.perf_counter()
             for _ in range(parts):
                 batch = next(loader)
@@ -120,6 +128,18 @@ def nanochat_model(sizes: dict[str, Any], seed: int) -> Any:
     torch.manual_seed(seed)
     model.init_weights()
     return model
+
+
+def offset_keys(attention: Any) -> None:
+    """Let nanochat's attention take half of each key from the previous token, as ours does."""
+    forward = type(attention).forward
+    plain = forward.__globals__["flash_attn"].flash_attn_func
+
+    def delayed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return plain(q, delay(k.transpose(1, 2)).transpose(1, 2), v, **options)
+
+    changed = {**forward.__globals__, "flash_attn": SimpleNamespace(flash_attn_func=delayed)}
+    attention.forward = MethodType(FunctionType(forward.__code__, changed), attention)
 
 
 def schedule(optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
@@ -226,6 +246,7 @@ def main() -> None:
     parser.add_argument("ours", nargs="+", type=Path, help="folders of et compare")
     parser.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=[NANOCHAT])
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -244,12 +265,12 @@ def main() -> None:
         runs.setdefault(name, []).append(curve_of(each))
     by_length = sorted(compared, key=lambda each: each.config["train"]["steps"])
     longest = {each.seed: each.folder for each in by_length}
-    for seed, ours in sorted(longest.items()):
-        path = arguments.out / NANOCHAT / f"seed_{seed}.json"
+    for variant, (seed, ours) in itertools.product(arguments.variants, sorted(longest.items())):
+        path = arguments.out / variant.replace(", ", "_").replace(" ", "_") / f"seed_{seed}.json"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, json.dumps(train_nanochat(ours)).encode())
-        runs.setdefault(NANOCHAT, []).append(json.loads(path.read_text(encoding="utf-8")))
+            replace_file(path, json.dumps(train_nanochat(ours, variant)).encode())
+        runs.setdefault(variant, []).append(json.loads(path.read_text(encoding="utf-8")))
     config = by_length[-1].config
     result = {
         "tokens": config["train"]["steps"] * tokens_per_step(config),
