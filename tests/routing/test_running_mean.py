@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expert_threshold.routing import CutoffState, ExpertChoice, ExpertThreshold, cutoff, dial
-from expert_threshold.routing.cutoffs import begin_run
 from expert_threshold.testing import same
 
 EXPERTS = 3
@@ -56,7 +55,7 @@ def test_a_new_run_starts_from_the_cutoffs_of_another_with_either_estimator(
     """A mean that began with a trend's state kept its last slope for good; an undebiased one the weight of a start."""
     rule = FOLLOWING[later]
     old = batch_cutoffs(FOLLOWING[earlier], steps)[1]
-    state = begin_run(old, rule.init())
+    state = rule.begin_run(old, 1)
     assert state.step == 0
     torch.testing.assert_close(cutoff(state), cutoff(old))
     observation = rule.route(make_scores(7), state, training=True).observation
@@ -68,11 +67,11 @@ def test_a_new_run_starts_from_the_cutoffs_of_another_with_either_estimator(
 
 @pytest.mark.parametrize("name", FOLLOWING)
 def test_a_new_run_at_another_rate_starts_from_the_cutoffs_of_that_rate(name: str) -> None:
-    rule = FOLLOWING[name]
-    old = batch_cutoffs(rule, 5)[1]
-    torch.testing.assert_close(cutoff(begin_run(old, rule.init(), rate=2)), cutoff(dial(old, 2)))
+    old = batch_cutoffs(FOLLOWING[name], 5)[1]
+    rule = replace(FOLLOWING[name], experts_per_token=2)
+    torch.testing.assert_close(cutoff(rule.begin_run(old, 1)), cutoff(dial(old, 2)))
     older = old._replace(sketch=torch.zeros_like(old.sketch), sketch_weight=torch.tensor(0.0))
-    assert cutoff(begin_run(older, rule.init(), rate=2)).tolist() == [0] * EXPERTS
+    assert cutoff(rule.begin_run(older, 1)).tolist() == [0] * EXPERTS
 
 
 @pytest.mark.parametrize("name", FOLLOWING)
@@ -80,7 +79,7 @@ def test_a_new_run_in_which_every_expert_takes_every_token_starts_from_finite_cu
     """Regression: they started at −∞ and became NaN, so that no expert received a token from the second step on."""
     old = batch_cutoffs(FOLLOWING[name], 5)[1]
     rule = replace(FOLLOWING[name], experts_per_token=EXPERTS)
-    state = begin_run(old, rule.init(), rate=EXPERTS)
+    state = rule.begin_run(old, 1)
     for _ in range(3):
         assert cutoff(state).isfinite().all()
         routing = rule.route(make_scores(7), state, training=True)

@@ -65,7 +65,7 @@ def trial(rank: int, ranks: int, seed: int, turns: FileStore, alone: RunFolder, 
 
 def main(rank: int, ranks: int, folder: Path, trials: str) -> None:
     prepare.Loader = Recorded  # type: ignore[misc]
-    gpt._as_the_paper = draw_no_zeros
+    gpt._draw = draw_no_zeros
     config = replace(CONFIG, steps=STEPS, eval_every=None, checkpoint_every=5)
     turns, alone = FileStore(str(folder / "turns"), ranks), RunFolder(folder / "alone")
     if rank == 0:

@@ -22,16 +22,16 @@ from expert_threshold.runs import RunFolder
 from expert_threshold.train import TrainConfig, train
 from train.conftest import tiny
 
-draw_weight = gpt._as_the_paper
+draw_weight = gpt._draw
 
 
-def draw_no_zeros(part: str, weight: torch.Tensor, generator: torch.Generator | None) -> None:
+def draw_no_zeros(part: str, *arguments: Any) -> None:
     """Draw a weight as the paper does, but none at zero.
 
     With outputs of zero, equal tokens would have equal scores in any context at first, and rounding would decide which
     of them an expert takes.
     """
-    draw_weight("up" if part in ("output", "down") else part, weight, generator)
+    draw_weight("up" if part in ("output", "down") else part, *arguments)
 
 
 STEPS = 5
@@ -175,7 +175,7 @@ def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
 
 
 def main(rank: int, ranks: int, folder: Path, which: str) -> None:
-    gpt._as_the_paper = draw_no_zeros
+    gpt._draw = draw_no_zeros
     corpus = folder / "corpus.jsonl"
     count = 0
 

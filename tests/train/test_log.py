@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from cases import RULES
 from commands import run_python
-from expert_threshold.train.log import Display, clock, summary
+from expert_threshold.runs import RunFolder
+from expert_threshold.train.log import Display, RunLog, clock, summary
+from expert_threshold.train.state import Prepared
 
 from .conftest import Plain, Start, tiny
 
@@ -77,16 +80,17 @@ def test_a_long_task_tells_how_far_it_is(plain: Plain, monkeypatch: pytest.Monke
 
 
 def test_time_left_is_that_of_the_steps_to_come_at_the_pace_so_far(
-    plain: Plain, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr("expert_threshold.train.log.time.monotonic", lambda: now)
-    record: dict[str, Any] = {"loss": 1.0, "tokens_per_second": 12345.6, "layers": {}}
-    with Display(plain.console) as display:
-        display.begin(10, 110)  # resumed at step 10
-        now += 40
-        display.record(30, record)
-    assert plain.text() == "step 30/110  loss 1.0000  12,346 tokens/s  2:40 left\n"
+    state: Any = mock.Mock(step=10, steps=110, not_finite="", skipped_in_a_row=0, **{"is_due.return_value": False})
+    state.parallel.from_main.side_effect = lambda make: make()
+    left: list[float | None] = []
+    log = RunLog(RunFolder(tmp_path), Prepared(state, *[mock.Mock()] * 5), Display(None), left.append, None)
+    now, state.step = now + 40, 30  # resumed at step 10
+    log.step()
+    assert left == [160.0]
 
 
 def test_the_summary_tells_the_worst_spread_and_the_mean_fanout() -> None:

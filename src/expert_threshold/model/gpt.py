@@ -224,57 +224,36 @@ class Block(nn.Module):
         return x + y, routing
 
 
-def _as_the_trunk(part: str, weight: Tensor, generator: torch.Generator | None) -> bool:
-    """Draw a weight that only nanochat's trunk has, as at 92d63d4 (July 2026); return False for other weights."""
-    if part == "value_embed":
-        bound = (3 / weight.shape[-1]) ** 0.5
-        weight.uniform_(-bound, bound, generator=generator)
+# Standard deviations of normal weights; those of other parts depend on the shape of the weight.
+_NORMAL: dict[Initialization, dict[str, float]] = {
+    "paper": {"embed": 1.0, "head": 0.0, "output": 0.0, "down": 0.0},
+    "nanochat": {"embed": 0.8, "head": 0.001, "output": 0.0, "down": 0.0},
+}
+
+
+def _draw(part: str, weight: Tensor, initialization: Initialization, generator: torch.Generator | None) -> None:
+    """Draw a weight as in the paper (Appendix C, Eq. 8 and Table 6) or as in nanochat at 92d63d4 (July 2026).
+
+    Weights that only nanochat's trunk has are always drawn as there, and routers always as in the paper. nanochat's
+    uniform weights have a standard deviation of d_in^(−1/2), or 0.4 times as much at the input of a feed-forward.
+    """
+    d_in = weight.shape[-1]
+    if part in ("residual_scalars", "skip_scalars"):
+        ends = (1.15, 1.05) if part == "residual_scalars" else (0.20, 0.05)
+        weight.copy_(torch.linspace(*ends, len(weight), device=weight.device))
+    elif part in ("smear_scalar", "backout_scalar"):
+        weight.fill_(0.2 if part == "backout_scalar" else 0)
     elif part in ("value_gate", "smear_gate"):
         weight.uniform_(0, 0.02, generator=generator)
-    elif part == "residual_scalars":
-        weight.copy_(torch.linspace(1.15, 1.05, len(weight), device=weight.device))
-    elif part == "skip_scalars":
-        weight.copy_(torch.linspace(0.20, 0.05, len(weight), device=weight.device))
-    elif part == "smear_scalar":
-        weight.zero_()
-    elif part == "backout_scalar":
-        weight.fill_(0.2)
-    else:
-        return False
-    return True
-
-
-def _as_the_paper(part: str, weight: Tensor, generator: torch.Generator | None) -> None:
-    """Draw a weight as in the paper's Appendix C, Eq. 8 and Table 6."""
-    d_out, d_in = weight.shape[-2:]
-    if part in ("head", "output", "down"):
-        weight.zero_()
-    elif part == "embed":
-        weight.normal_(0, 1, generator=generator)
+    elif (std := _NORMAL[initialization].get(part)) is not None:
+        weight.normal_(0, std, generator=generator) if std else weight.zero_()
     elif part == "router":
         weight.normal_(0, d_in**-0.5, generator=generator)
-    else:
-        weight.normal_(0, d_in**-0.5 * min(1, (d_out / d_in) ** 0.5), generator=generator)
-
-
-def _as_nanochat(part: str, weight: Tensor, generator: torch.Generator | None) -> None:
-    """Draw a weight as in nanochat at 92d63d4 (July 2026), except for routers, which are drawn as in the paper.
-
-    Uniform weights have a standard deviation of d_in^(−1/2), or 0.4 times as much at the input of a feed-forward.
-    """
-    bound = (3 / weight.shape[-1]) ** 0.5
-    if part in ("output", "down"):
-        weight.zero_()
-    elif part == "head":
-        weight.normal_(0, 0.001, generator=generator)
-    elif part == "embed":
-        weight.normal_(0, 0.8, generator=generator)
-    elif part == "router":
-        _as_the_paper(part, weight, generator)
-    elif part in ("up", "gate"):
-        weight.uniform_(-0.4 * bound, 0.4 * bound, generator=generator)
-    else:
+    elif part == "value_embed" or initialization == "nanochat":
+        bound = (0.4 if part in ("up", "gate") else 1) * (3 / d_in) ** 0.5
         weight.uniform_(-bound, bound, generator=generator)
+    else:
+        weight.normal_(0, d_in**-0.5 * min(1, (weight.shape[-2] / d_in) ** 0.5), generator=generator)
 
 
 def _learned(count: int, there: bool) -> nn.Parameter | None:
@@ -312,11 +291,9 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Apply the configured initialisation and reset the states of the rules."""
-        initialize = {"paper": _as_the_paper, "nanochat": _as_nanochat}[self.config.initialization]
         for name, weight in self.named_parameters():
             part = name.removesuffix(".weight").rsplit(".", 1)[-1]
-            if not _as_the_trunk(part, weight, generator):
-                initialize(part, weight, generator)
+            _draw(part, weight, self.config.initialization, generator)
         for _, moe in self.moe_layers():
             moe.router.reset_state()
 

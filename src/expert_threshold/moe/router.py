@@ -57,6 +57,17 @@ class _Scores(torch.autograd.Function):
         return dscores.to(x.dtype) @ weight.to(x.dtype), dweight.to(weight.dtype)
 
 
+def _joined(parts: list[Routing], join: Callable[[list[Tensor]], Tensor], loss: Tensor | None = None) -> Routing:
+    """Return one routing for the tokens of all parts. join: joins the same tensor of every part, each (1, time, …)."""
+    observation = functools.reduce(operator.add, [part.observation for part in parts])
+    tensors = {
+        name: join([getattr(part, name) for part in parts])
+        for name in ("scores", "gates", "assignment", "passthrough")
+        if getattr(parts[0], name) is not None
+    }
+    return Routing(observation=observation, loss=loss, **tensors)
+
+
 class RoutingHistory(NamedTuple):
     """The part of a sequence's past that determines the routing of its next tokens at inference.
 
@@ -128,22 +139,14 @@ class Router(nn.Module):
         else:
             parts = [self.forward(x[mask][None])]  # not a call, whose hooks would count the tokens twice
 
-        def whole(name: str) -> Tensor:
-            found = torch.cat([getattr(part, name)[0] for part in parts])
+        def spread(values: list[Tensor]) -> Tensor:
+            found = torch.cat(values, 1)[0]
             return found.new_zeros((*mask.shape, *found.shape[1:])).masked_scatter(
                 mask.reshape(*mask.shape, *[1] * (found.ndim - 1)), found
             )
 
-        observation = functools.reduce(operator.add, [part.observation for part in parts])
         losses = [part.loss * part.scores.shape[1] for part in parts if part.loss is not None]
-        return Routing(
-            scores=whole("scores"),
-            gates=whole("gates"),
-            assignment=whole("assignment"),
-            observation=observation,
-            loss=sum(losses) / mask.sum().clamp(min=1) if losses else None,
-            passthrough=None if parts[0].passthrough is None else whole("passthrough"),
-        )
+        return _joined(parts, spread, loss=sum(losses) / mask.sum().clamp(min=1) if losses else None)
 
     def past(self, rate: float | None = None) -> RoutingHistory:
         """Return the past of an empty sequence that is routed at `rate`, which defaults to the router's own rate.
@@ -165,15 +168,8 @@ class Router(nn.Module):
             assignment = scores[..., :experts] > torch.stack(thresholds)[:, None]
             observation = observe(scores, assignment, gates)
             return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
-        routings = [self._route_after(of_row[None], past) for of_row, past in zip(scores, pasts, strict=True)]
-        passed = [routing.passthrough for routing in routings if routing.passthrough is not None]
-        return Routing(
-            scores=scores,
-            gates=torch.cat([routing.gates for routing in routings]),
-            assignment=torch.cat([routing.assignment for routing in routings]),
-            observation=functools.reduce(operator.add, [routing.observation for routing in routings]),
-            passthrough=torch.cat(passed) if passed else None,
-        )
+        rows = zip(scores, pasts, strict=True)
+        return _joined([self._route_after(of_row[None], past) for of_row, past in rows], torch.cat)
 
     def _route_after(self, scores: Tensor, past: RoutingHistory) -> Routing:
         state = self.at_rate(self.rate) if past.state is None else past.state

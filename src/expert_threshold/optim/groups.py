@@ -265,21 +265,21 @@ class Optimizers:
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], counters: Mapping[str, float]) -> None:
         """Load a saved state. If an entry does not fit, raise ValueError with its name and change nothing."""
-        mine, my_counters = self.state_dict()
-        _require_same_names(mine, tensors)
-        _require_same_names(my_counters, counters)
+        mine = dict(self._state())
+        saved = {name: torch.as_tensor(value) for name, value in {**tensors, **counters}.items()}
+        remedy = "resume with the configuration of the saved run"
+        for name in sorted(mine.keys() ^ saved.keys()):
+            problem = "is missing" if name in mine else "belongs to no parameter"
+            raise ValueError(f"optimizer state: {name} {problem}; {remedy}")
         for name, tensor in mine.items():
-            other = tensors[name]
-            if (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
+            other = saved[name]
+            if other.shape != tensor.shape or (tensor.ndim and other.dtype != tensor.dtype):
                 raise ValueError(
                     f"optimizer state: {name} is {other.dtype} {tuple(other.shape)} but the model needs "
-                    f"{tensor.dtype} {tuple(tensor.shape)}; resume with the configuration of the saved run"
+                    f"{tensor.dtype} {tuple(tensor.shape)}; {remedy}"
                 )
-        for name, tensor in self._state():
-            if tensor.ndim:
-                tensor.copy_(tensors[name])
-            else:
-                tensor.fill_(counters[name])
+        for name, tensor in mine.items():
+            tensor.copy_(saved[name])
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         for group in self.groups.values():
@@ -292,12 +292,6 @@ class Optimizers:
 def _members(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for group in optimizer.param_groups:
         yield from zip(group["param_names"], group["params"], strict=True)
-
-
-def _require_same_names(needed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    for name in sorted(needed.keys() ^ given.keys()):
-        problem = "is missing" if name in needed else "belongs to no parameter"
-        raise ValueError(f"optimizer state: {name} {problem}; resume with the configuration of the saved run")
 
 
 def make_optimizers(named_parameters: Iterable[tuple[str, Tensor]], config: OptimConfig, d_model: int) -> Optimizers:

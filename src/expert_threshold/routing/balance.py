@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 
@@ -22,15 +21,6 @@ def normalised_load(load: Tensor) -> Tensor:
     """Return f_i, the load of each expert divided by the mean load. It is 1 under balance and if nothing was routed."""
     mean = load.sum() / len(load)
     return torch.where(mean > 0, load / mean, 1.0)
-
-
-def over_ranks(load: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the load summed over the group's ranks, for `global_aux` (Global LBL)."""
-    if group is None:
-        return load
-    load = load.clone()
-    dist.all_reduce(load, group=group)
-    return load
 
 
 def move_bias(bias: Tensor, load: Tensor, *, rate: float, proportional: bool) -> Tensor:

@@ -7,7 +7,7 @@ They also keep a running mean of score sketches, from which cutoffs for other ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..option import Count
 from .gates import Gated
-from .observation import Observation, Routing, observe
+from .observation import Observation, Routing, observe, over_ranks
 from .rule import Scope, Window
 from .selection import Cut, take
 
@@ -42,8 +42,10 @@ def sketch(scores: Tensor) -> Tensor:
     """Return the quantiles (levels, experts) of scores (tokens, experts), in descending order.
 
     At most SAMPLE tokens are used. Their spacing is odd, so that every position of even-length sequences is sampled.
-    The h-th largest of n scores estimates the quantile at its expected usage, h / (n + 1).
+    The h-th largest of n scores estimates the quantile at its expected usage, h / (n + 1). No scores give zeros.
     """
+    if not len(scores):
+        return scores.new_zeros(LEVELS, scores.shape[1])
     stride = -(-len(scores) // SAMPLE) | 1
     ordered = _ascending(scores.detach()[::stride])
     n = len(ordered)
@@ -106,26 +108,6 @@ def dial(state: CutoffState, rate: float) -> CutoffState:
         raise ValueError(f"rate={rate} needs a sketch of scores, which this state lacks; create one with et calibrate")
     cutoffs = quantile(state.sketch / state.sketch_weight, rate / num_experts)
     return state._replace(mean=cutoffs, weight=torch.ones_like(state.weight), slope=torch.zeros_like(state.slope))
-
-
-def begin_run(state: CutoffState, first: CutoffState, rate: float | None = None) -> CutoffState:
-    """Return the initial state of a new run that keeps an earlier run's cutoffs and sketch, but resets the step count.
-
-    first: the new run's state before any data. rate: the new experts_per_token, if it changed. Cutoffs are then read
-    from the sketch, if any, but are never −∞, which a mean would keep. The new run may use another estimator.
-    """
-    if rate is not None:
-        state = dial(state, min(rate, MOST_USAGE * len(state.mean))) if state.sketch_weight > 0 else first
-    known = state.weight > 0
-    weight = state.weight.maximum(first.weight)  # a mean that is not debiased always has weight 1
-    return CutoffState(
-        mean=(weight * cutoff(state)).where(known, first.mean),
-        weight=weight,
-        step=first.step,
-        sketch=state.sketch,
-        sketch_weight=state.sketch_weight,
-        slope=first.slope,
-    )
 
 
 @torch.no_grad()
@@ -193,19 +175,13 @@ def form_pools(scores: Tensor, pool: Pool, group: dist.ProcessGroup | None) -> P
         )
     size = pool if isinstance(pool, int) else time if pool == "sequence" else batch * time
     group = group if pool == "global" else None
-    tokens = _over_ranks(size if batch * time else 0, group, scores.device)
+    tokens = size if batch * time else 0
+    if group is not None:
+        tokens = int(over_ranks(torch.tensor(tokens, device=scores.device), group))
     if tokens == 0:
         return Pools(scores.detach().reshape(0, 0, experts), 0, None)
     pools = 1 if pool in ("batch", "global") else batch * time // size
     return Pools(scores.detach().reshape(pools, size, experts), tokens, group)
-
-
-def _over_ranks(tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
-    if group is None:
-        return tokens
-    total = torch.tensor(tokens, device=device)
-    dist.all_reduce(total, group=group)
-    return int(total)
 
 
 def bounds(tokens: int, experts_per_token: float, num_experts: int, slack: float | None) -> tuple[int, int, int]:
@@ -231,70 +207,6 @@ def bounds(tokens: int, experts_per_token: float, num_experts: int, slack: float
 def as_ratio(number: float) -> tuple[int, int]:
     """Return the numerator and denominator of the number's decimal form; 0.1 gives (1, 10)."""
     return Fraction(str(number)).as_integer_ratio()
-
-
-GatesOf = Callable[[Tensor, Tensor], Tensor]
-"""The type of `Gated.gates_of`, which computes gates from scores (batch, time, num_scores) and the assignment."""
-
-
-def route_in_inference(scores: Tensor, gates_of: GatesOf, cutoff: Tensor, experts_per_token: float) -> Routing:
-    """Return the routing z = 1{r > c}, based only on each token's own scores (paper, Eq. 6; Algorithm 1, line 3).
-
-    scores: (batch, time, num_scores), with the experts' scores first.
-    """
-    # `Router.infer`, which has thresholds for each row, and the decoder in `kernels/cpu` make the same comparison.
-    assignment = scores[..., : len(cutoff)] > cutoff
-    gates = gates_of(scores, assignment)
-    target = scores[..., 0].numel() * experts_per_token / len(cutoff)
-    nothing = torch.zeros_like(cutoff)
-    observation = observe(
-        scores,
-        assignment,
-        gates,
-        target=target,
-        pools=torch.zeros((), dtype=torch.int64, device=scores.device),
-        cutoff_sum=nothing,
-        raw_load=assignment.flatten(0, -2).sum(0),
-        dropped=nothing.long(),
-        filled=nothing.long(),
-        sketch_sum=scores.new_zeros(LEVELS, len(cutoff)),
-    )
-    return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
-
-
-def route_in_training(
-    scores: Tensor, gates_of: GatesOf, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor
-) -> Routing:
-    """Return the routing that assigns each pool's tokens up to its cut. Drops and fills are relative to `cutoff`.
-
-    scores: the scores (batch, time, num_scores) from which the pools were formed, experts first. kth: the cuts that
-    take the k largest scores of each pool.
-    """
-    taken = take(pools.scores, cut)
-    above = (pools.scores > cutoff).sum(1)
-    excess = above - taken.sum(1)  # (pools, experts): tokens dropped or, where negative, filled in
-    assignment = taken.reshape(*scores.shape[:-1], len(cutoff))
-    gates = gates_of(scores, assignment)
-    observation = observe(
-        scores,
-        assignment,
-        gates,
-        target=k * scores[..., 0].numel() / max(pools.tokens, 1),
-        pools=above.new_full((), len(pools.scores)),
-        cutoff_sum=kth.score.sum(0),  # not of the clamped cut: where scores drift, the mean must leave the bounds
-        raw_load=above.sum(0),
-        dropped=excess.clamp(min=0).sum(0),
-        filled=(-excess).clamp(min=0).sum(0),
-        sketch_sum=_sketch_sum(pools.scores.flatten(0, 1)),
-    )
-    return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
-
-
-def _sketch_sum(scores: Tensor) -> Tensor:
-    """Return the sketch (levels, experts) of this rank's scores (tokens, experts), times the number of tokens."""
-    if len(scores) == 0:
-        return scores.new_zeros(LEVELS, scores.shape[1])
-    return sketch(scores) * len(scores)
 
 
 PAPER_STEPS = 19_073
@@ -332,13 +244,43 @@ class ByCutoff(Gated):
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Route by `cut` in training and by z = 1{r > c} at inference. scores: (batch, time, num_scores) float32."""
-        if not training:
-            return route_in_inference(scores, self.gates_of, cutoff(state), self.experts_per_token)
-        pools = form_pools(self.without_nulls(scores), self.pool, group)
-        ks = bounds(pools.tokens, self.experts_per_token, self.num_experts, self.slack)
-        cut, kth = self.cut(pools, ks, state)
-        return route_in_training(scores, self.gates_of, pools, cut, k=ks[0], kth=kth, cutoff=cutoff(state))
+        """Route by `cut` in training and by z = 1{r > c} at inference (paper, Eq. 6; Algorithm 1, line 3).
+
+        scores: (batch, time, num_scores) float32. Drops and fills are relative to the cutoff c.
+        """
+        own, cutoffs = self.without_nulls(scores), cutoff(state)
+        tokens, nothing = scores[..., 0].numel(), torch.zeros_like(cutoffs)
+        if training:
+            pools = form_pools(own, self.pool, group)
+            ks = bounds(pools.tokens, self.experts_per_token, self.num_experts, self.slack)
+            cut, kth = self.cut(pools, ks, state)
+            taken = take(pools.scores, cut)
+            above = (pools.scores > cutoffs).sum(1)
+            excess = above - taken.sum(1)  # (pools, experts): tokens dropped or, where negative, filled in
+            flat = pools.scores.flatten(0, 1)
+            assignment, target = taken.reshape(own.shape), ks[0] * tokens / max(pools.tokens, 1)
+            sums = {
+                "pools": above.new_full((), len(pools.scores)),
+                "cutoff_sum": kth.score.sum(0),  # not the clamped cut: if scores drift, the mean must leave the bounds
+                "raw_load": above.sum(0),
+                "dropped": excess.clamp(min=0).sum(0),
+                "filled": (-excess).clamp(min=0).sum(0),
+                "sketch_sum": sketch(flat) * len(flat),
+            }
+        else:
+            # `Router.infer`, with thresholds for each row, and the decoder in `kernels/cpu` make this comparison, too.
+            assignment, target = own > cutoffs, tokens * self.experts_per_token / self.num_experts
+            sums = {
+                "pools": torch.zeros((), dtype=torch.int64, device=scores.device),
+                "cutoff_sum": nothing,
+                "raw_load": assignment.flatten(0, -2).sum(0),
+                "dropped": nothing.long(),
+                "filled": nothing.long(),
+                "sketch_sum": scores.new_zeros(LEVELS, self.num_experts),
+            }
+        gates = self.gates_of(scores, assignment)
+        observation = observe(scores, assignment, gates, target=target, **sums)
+        return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
     def update(self, state: CutoffState, observation: Observation) -> CutoffState:
         return update_cutoff(state, observation, self.decay, self.debias)
@@ -386,18 +328,21 @@ class ByCutoff(Gated):
 
     def calibrated(self, state: CutoffState, observation: Observation) -> CutoffState:
         """Return the state with the observation's mean cutoffs and sketch, as if every step so far had seen them."""
-        return CutoffState(
-            mean=observation.batch_cutoff,
-            weight=torch.ones_like(state.weight),
-            step=state.step,
-            sketch=batch_sketch(observation),
-            sketch_weight=torch.ones_like(state.sketch_weight),
-            slope=torch.zeros_like(state.slope),
-        )
+        one, slope = torch.ones_like(state.weight), torch.zeros_like(state.slope)
+        mean, sketch = observation.batch_cutoff, batch_sketch(observation)
+        return CutoffState(mean, one, state.step, sketch, one.clone(), slope)
 
     def begin_run(self, state: CutoffState, experts_per_token: float) -> CutoffState:
+        """Return the initial state of a new run that keeps the cutoffs and the sketch of a run with any estimator.
+
+        If experts_per_token changed, cutoffs are read from the sketch, if any, but never −∞, which a mean would keep.
+        """
         first = CutoffState(*(value.to(state.mean.device) for value in self.init()))
-        return begin_run(state, first, None if experts_per_token == self.experts_per_token else self.experts_per_token)
+        if experts_per_token != self.experts_per_token:
+            rate = min(self.experts_per_token, MOST_USAGE * self.num_experts)
+            state = dial(state, rate) if state.sketch_weight > 0 else first
+        weight = state.weight.maximum(first.weight)  # a mean that is not debiased always has weight 1
+        return state._replace(mean=weight * cutoff(state), weight=weight, step=first.step, slope=first.slope)
 
     def describe(self, state: CutoffState) -> dict[str, Tensor]:
         return {"cutoff": cutoff(state)}

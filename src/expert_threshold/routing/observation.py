@@ -111,6 +111,15 @@ def summed_over_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> li
     return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
+def over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the tensor summed over the group's ranks, or the tensor itself without a group."""
+    if group is None:
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
 def _std(total: Tensor, square_total: Tensor, tokens: Tensor) -> Tensor:
     return (square_total / tokens - (total / tokens) ** 2).clamp(min=0).sqrt()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..option import Count, Decay, NonNegativeInt, Positive, option
 from .cutoffs import form_pools
 from .gates import NULL_SCORES, Gate, Over, Valued
-from .observation import Observation, Routing, observe
+from .observation import Observation, Routing, observe, over_ranks
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 
@@ -176,8 +176,7 @@ def kth_of_histogram(values: Tensor, k: int, bins: int, group: dist.ProcessGroup
     place = ((values - low) / width).nan_to_num(0).clamp(0, bins - 1).long()  # 0 / 0 where all values are equal
     counts = torch.zeros(bins, values.shape[1], dtype=torch.int64, device=values.device)
     counts.scatter_add_(0, place, torch.ones_like(place))
-    if group is not None:
-        dist.all_reduce(counts, group=group)
+    counts = over_ranks(counts, group)
     at_or_above = counts.flip(0).cumsum(0).flip(0)
     found = (at_or_above >= k).sum(0, keepdim=True) - 1
     inside = counts.gather(0, found)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..option import Count, NonNegative, NonNegativeInt, Positive, option
-from .balance import auxiliary_loss, move_bias, over_ranks
+from .balance import auxiliary_loss, move_bias
 from .cutoffs import as_ratio
 from .gates import NULL_SCORES, Gate, Over, Valued, shares_of
-from .observation import Observation, Routing, observe
+from .observation import Observation, Routing, observe, over_ranks
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,9 @@ class RunFolder:
         run._read_config()
         return run
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Lock the run for training. Raises ValueError, naming the process, if another process is training it."""
-        with exclusive(self.path / LOCK):
-            yield
+        return exclusive(self.path / LOCK)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..runs import RunFolder, load_model
 from .budget import Between, Decision
 from .config import TrainConfig
 from .interrupt import Interrupt
-from .log import Display, RunLog
+from .log import RunLog
 from .saving import Saver
 from .state import Prepared, TrainState, random_state, restore_random_state
 
@@ -97,48 +97,46 @@ class Evaluations:
     saver: Saver
     log: RunLog
     timer: Timer
-    display: Display
     interrupt: Interrupt
     validated: Validated | None
 
     def __post_init__(self) -> None:
         self.state = self.prepared.state
         self.config, self.parallel = self.state.config, self.state.parallel
+        self.every = {
+            "validation": self.config.eval_every,
+            "sample": self.config.sample_every,
+            "core": self.config.core_every,
+        }
 
     def run_due(self) -> None:
         """Validate, write a sample and evaluate CORE, each only if it is due at this step and has not been done yet."""
-        if self._is_validation_due():
+        if self._is_due("validation"):
             with self.timer.measure("validation"):
                 self._validate()
+            self.log.done["validation"].add(self.state.step)
         if self.parallel.splits_model and self.need_checkpoint():
             self.saver.finish()  # the main rank reads the model from this checkpoint
-        if self._is_sample_due():
+        if self._is_due("sample"):
             with self.timer.measure("sample"):
                 self.parallel.from_main(self._write_sample)
-            self.log.samples.add(self.state.step)
-        if self._is_core_due():
+            self.log.done["sample"].add(self.state.step)
+        if self._is_due("core"):
             with self.timer.paused():  # a run's time budget does not include CORE
                 completed = self.parallel.from_main(self._evaluate_core)
             if completed:
-                self.log.core_steps.add(self.state.step)
+                self.log.done["core"].add(self.state.step)
 
     def are_due(self) -> bool:
         """Return True if an evaluation is due at this step and has not been done yet."""
-        return self._is_validation_due() or self._is_sample_due() or self._is_core_due()
+        return any(map(self._is_due, self.every))
 
     def need_checkpoint(self) -> bool:
         """Return True if CORE is due, or a sample of a model that no rank holds whole. Both need a checkpoint first."""
-        return self._is_core_due() or (self.parallel.splits_model and self._is_sample_due())
+        return self._is_due("core") or (self.parallel.splits_model and self._is_due("sample"))
 
-    def _is_validation_due(self) -> bool:
-        return self.state.is_due(self.config.eval_every) and self.state.step not in self.log.validations
-
-    def _is_sample_due(self) -> bool:
-        return self.state.is_due(self.config.sample_every) and self.state.step not in self.log.samples
-
-    def _is_core_due(self) -> bool:
-        due = self.state.is_at_end or self.state.is_due(self.config.core_every)
-        return bool(self.prepared.core) and due and self.state.step not in self.log.core_steps
+    def _is_due(self, kind: str) -> bool:
+        return self.state.is_due(self.every[kind]) and self.state.step not in self.log.done[kind]
 
     def _validate(self) -> None:
         assert self.prepared.validation is not None
@@ -149,7 +147,7 @@ class Evaluations:
             batch_size=self.config.batch_size,
             max_tokens=self.config.eval_tokens,
             group=self.parallel.world,
-            progress=self.display.task("validating"),
+            progress=self.log.display.task("validating"),
         )
         self.log.validation(validation, self.timer.elapsed)
         if self.validated is not None:
@@ -169,7 +167,7 @@ class Evaluations:
         """Evaluate CORE. Return False if a signal interrupts it; the completed tasks are then in evaluation.json."""
 
         def progress(task: str) -> Callable[[int, int], None]:
-            show = self.display.task(f"CORE, {task}")
+            show = self.log.display.task(f"CORE, {task}")
 
             def advance(done: int, total: int) -> None:
                 if self.interrupt.requested and done < total:

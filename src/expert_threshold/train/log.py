@@ -25,7 +25,7 @@ from ..model import GPT
 from ..runs import RunFolder
 from .budget import Decision
 from .config import TrackerName
-from .state import Interval, Prepared, TrainState
+from .state import Interval, Prepared
 
 MAX_SKIPS = 10
 """The number of consecutive skipped steps after which a run ends."""
@@ -64,19 +64,12 @@ def say(console: Console, text: str) -> None:
 
 
 class Display:
-    """Shows the progress of a run, or of other long work, on a console. If the console is None, nothing is shown.
+    """Shows the progress of long work on a console. Nothing is shown if it is None. name: starts each line."""
 
-    name: the prefix of all lines except lines about steps, which start with the title.
-    """
-
-    def __init__(self, console: Console | None, title: Title = lambda left: "", name: str = "") -> None:
+    def __init__(self, console: Console | None, name: str = "") -> None:
         self._console = console
         self._prefix = f"{name}: " if name else ""
-        self._title = title
         self._live: Progress | None = None
-        self._start = 0.0
-        self._first = self._steps = 0
-        self._summary = ""
 
     def __enter__(self) -> Display:
         if self._console is not None and self._console.is_terminal:
@@ -106,54 +99,20 @@ class Display:
             first = first or (done, now)
             made, spent = done - first[0], now - first[1]
             text = f"{what}: {done / total:.0%}" + (f", {clock(spent * (total - done) / made)} left" if made else "")
-            if self._live is not None:
-                self._draw(self._prefix + text, done, total)
-            elif now - shown >= PLAIN_INTERVAL:
+            if self.draw(self._prefix + text, done, total):
+                return
+            if now - shown >= PLAIN_INTERVAL:
                 shown = now
                 self.say(text)
 
         return progress
 
-    def begin(self, step: int, steps: int) -> None:
-        """Start timing steps."""
-        self._first, self._steps, self._start = step, steps, time.monotonic()
-
-    def steps(self, steps: int) -> None:
-        """Change the total number of steps."""
-        self._steps = steps
-
-    def step(self, step: int) -> None:
-        """Show that a step has finished."""
-        left = self._left(step)
-        # A narrow terminal cuts off the end, so the least important numbers come last.
-        line = f"step {step}/{self._steps}  {clock(left)} left  {self._summary}"
-        self._draw("\n".join(filter(None, [self._title(left), line])), step, self._steps)
-
-    def record(self, step: int, record: dict[str, Any]) -> None:
-        """Show the means over the steps since the last record."""
-        self._summary = summary(record)
+    def draw(self, text: str, done: int, total: int) -> bool:
+        """Update the live line. Return False if there is none."""
         if self._live is None:
-            left = self._left(step)
-            self._say_of_step(step, left, f"{self._summary}  {clock(left)} left")
-
-    def measured(self, step: int, text: str) -> None:
-        """Show the result of an evaluation."""
-        self._say_of_step(step, None, text)
-
-    def _say_of_step(self, step: int, left: float | None, text: str) -> None:
-        self.say("  ".join(filter(None, [self._title(left), f"step {step}/{self._steps}", text])))
-
-    def _left(self, step: int) -> float:
-        """Return the number of seconds left at the average pace of this session, including validation and saving."""
-        pace = (time.monotonic() - self._start) / (step - self._first)
-        return pace * (self._steps - step)
-
-    def _draw(self, text: str, done: int, total: int) -> None:
-        """Update the live line, if there is one."""
-        if self._live is not None:
-            self._live.update(
-                self._live.task_ids[0], completed=done, total=total, description=text, refresh=done >= total
-            )
+            return False
+        self._live.update(self._live.task_ids[0], completed=done, total=total, description=text, refresh=done >= total)
+        return True
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -286,34 +245,38 @@ class DivergedError(ValueError):
 class RunLog:
     """Appends to metrics.jsonl, passes the same numbers to a tracker, and prints what happens.
 
-    validations: the loss and bits per byte of every validation so far, keyed by step. core_steps, samples: the steps at
-    which CORE was evaluated or a sample was written. record: the content of config.json.
+    done: the steps at which each kind of evaluation was done. last: the loss and bits per byte of the last validation,
+    or None. title: starts each line about a step.
     """
 
     def __init__(
-        self, folder: RunFolder, state: TrainState, record: dict[str, Any], display: Display, track: Track | None
+        self, folder: RunFolder, prepared: Prepared, display: Display, title: Title, track: Track | None
     ) -> None:
+        self.display = display
         self._folder = folder
-        self._state = state
-        self._record = record
-        self._display = display
+        self._state = state = prepared.state
+        self._record = prepared.record
+        self._title = title
         self._track = track
-        self._is_main = state.parallel.is_main
-        validations, core_steps, dead, samples = state.parallel.from_main(lambda: _logged(folder))
-        self.validations: dict[int, tuple[float | None, float | None]] = {step: (a, b) for step, a, b in validations}
-        self.core_steps: set[int] = set(core_steps)
-        self.samples: set[int] = set(samples)
-        self._dead: set[tuple[int, int]] = {(layer, expert) for layer, expert in dead}
+        self._first, self._start = state.step, time.monotonic()
+        self._summary = ""
+        done, last, dead = state.parallel.from_main(lambda: _logged(folder))
+        self.last: tuple[float | None, float | None] = (last[0], last[1])
+        self.done: dict[str, set[int]] = {kind: set(steps) for kind, steps in done.items()}
+        self._dead: set[tuple[int, int]] = set(map(tuple, dead))
 
     def step(self) -> None:
-        """Log the step if it was skipped. Raises DivergedError after ten skipped steps in a row."""
+        """Show that a step has finished, and log it if it was skipped or if metrics are due.
+
+        Raises DivergedError after ten skipped steps in a row.
+        """
         state = self._state
         if state.not_finite:
             self._write(
                 "event",
                 {"event": "skipped_step", "in_a_row": state.skipped_in_a_row, "reason": state.not_finite},
             )
-            self._display.say(f"step {state.step}: {state.not_finite}; the step was skipped and changed nothing")
+            self.display.say(f"step {state.step}: {state.not_finite}; the step was skipped and changed nothing")
         if state.skipped_in_a_row >= MAX_SKIPS:
             self._write("event", {"event": "diverged"})
             optim = state.optimizers.config
@@ -323,19 +286,33 @@ class RunLog:
                 f"embed_lr={optim.embed_lr}, head_lr={optim.head_lr}, from the start or with "
                 f"--init-from {self._folder.path}"
             )
+        # The average pace of this session includes validation and saving.
+        pace = (time.monotonic() - self._start) / (state.step - self._first)
+        left = pace * (state.steps - state.step)
+        # A narrow terminal cuts off the end, so the least important numbers come last.
+        logged = state.is_due(state.config.log_every) and self._metrics()
+        line = f"step {state.step}/{state.steps}  {clock(left)} left  {self._summary}"
+        text = "\n".join(filter(None, [self._title(left), line]))
+        if not self.display.draw(text, state.step, state.steps) and logged:
+            self._say(f"{self._summary}  {clock(left)} left", left)
+
+    def _say(self, text: str, left: float | None = None) -> None:
+        """Print a line about this step. left: the seconds left, if known."""
+        step = f"step {self._state.step}/{self._state.steps}"
+        self.display.say("  ".join(filter(None, [self._title(left), step, text])))
 
     def extended(self, note: str | None) -> None:
         """Log that the run was extended, unless `note` is None."""
         if note is not None:
             self._write("event", {"event": "extended", "steps": self._state.steps, "reason": note})
-            self._display.say(note)
+            self.display.say(note)
 
-    def metrics(self) -> None:
-        """Log the means over the steps since the last call, unless all were skipped."""
+    def _metrics(self) -> bool:
+        """Log the means over the steps since the last call. Return False if all were skipped."""
         state = self._state
         interval = state.take_interval()
         if interval is None:
-            return
+            return False
         record = train_record(state.model, interval) | {
             "learning_rate": state.learning_rates(),
             "tokens": state.tokens,
@@ -344,52 +321,44 @@ class RunLog:
             "skipped": state.skipped,
         }
         self._write("train", record)
-        self._display.record(state.step, record)
-        self._dead_experts(record)
-
-    def _dead_experts(self, record: dict[str, Any]) -> None:
-        """Warn once about each expert that got no token."""
-        for layer, values in record["layers"].items():
+        self._summary = summary(record)
+        for layer, values in record["layers"].items():  # warn once about each expert that got no token
             for expert, usage in enumerate(values["usage"]):
                 if usage == 0 and (int(layer), expert) not in self._dead:
                     self._dead.add((int(layer), expert))
                     self._write("event", {"event": "dead_expert", "layer": int(layer), "expert": expert})
-                    self._display.say(
-                        f"warning: expert {expert} of layer {layer} got no token in the last {record['steps']} steps"
+                    self.display.say(
+                        f"warning: expert {expert} of layer {layer} got no token in the last {interval.steps} steps"
                     )
+        return True
 
     def revised_steps(self, decision: Decision, before: int) -> None:
         """Log that the run now has `decision.steps` steps, and record this in config.json for a later resume."""
         budget = self._state.budget
-        if decision.steps != before:
-            self._display.steps(decision.steps)
         if abs(decision.steps - before) > 0.01 * before:
-            self._display.say(
+            self.display.say(
                 f"step {self._state.step}: {clock(decision.seconds)} of {clock(budget.seconds or 0)} used; "
                 f"{decision.steps:,} steps fit, not {before:,}"
             )
         self._record["train"] |= {"steps": decision.steps}
         self._record["time"] |= {"decisions": [list(each) for each in budget.decisions]}
-        if self._is_main:
+        if self._state.parallel.is_main:
             self._folder.write_config(self._record)
 
     def validation(self, validation: Validation, elapsed: float) -> None:
         """Log a validation at this step. elapsed: the run's time in seconds after the validation."""
         state = self._state
         self._write("validation", validation_record(state.model, validation) | {"elapsed": elapsed})
-        self.validations[state.step] = validation.loss, validation.bits_per_byte
-        self._display.measured(
-            state.step, f"validation loss {validation.loss:.4f}  {validation.bits_per_byte:.4f} bits per byte"
-        )
+        self.last = validation.loss, validation.bits_per_byte
+        self._say(f"validation loss {validation.loss:.4f}  {validation.bits_per_byte:.4f} bits per byte")
 
     def core(self, core: dict[str, Any]) -> None:
         """Log the CORE results of this step."""
-        record = core_record(core)
-        self._write("core", record)
-        self._display.measured(self._state.step, f"CORE {record['metric']:.4f}")
+        self._write("core", core_record(core))
+        self._say(f"CORE {core['metric']:.4f}")
 
     def _write(self, split: str, record: dict[str, Any]) -> None:
-        if not self._is_main:
+        if not self._state.parallel.is_main:
             return
         self._folder.metrics.append({"step": self._state.step, "split": split} | record)
         if self._track is not None:
@@ -397,7 +366,7 @@ class RunLog:
 
 
 @contextmanager
-def run_log(folder: RunFolder, prepared: Prepared, display: Display, tracker: TrackerName) -> Iterator[RunLog]:
+def run_log(folder: RunFolder, prepared: Prepared, display: Display, title: Title) -> Iterator[RunLog]:
     """Write config.json and the tokenizer, remove metrics of steps after the checkpoint, and yield the log."""
     state = prepared.state
 
@@ -407,25 +376,24 @@ def run_log(folder: RunFolder, prepared: Prepared, display: Display, tracker: Tr
             folder.write_tokenizer(prepared.tokenizer)
         folder.metrics.truncate_after(state.step)
 
-    name: TrackerName = tracker if state.parallel.is_main else "none"
+    name: TrackerName = state.config.track if state.parallel.is_main else "none"
     with tracking(name, folder, prepared.record, state.step) as opened:
         state.parallel.from_main(begin)
-        log = RunLog(folder, state, prepared.record, display, opened)
+        log = RunLog(folder, prepared, display, title, opened)
         log.extended(prepared.extended)
         yield log
 
 
-def _logged(folder: RunFolder) -> tuple[list[Any], list[int], list[Any], list[int]]:
-    """Return the validations, the steps at which CORE was evaluated, the dead experts, and the steps of samples."""
+def _logged(folder: RunFolder) -> tuple[dict[str, list[int]], list[float | None], list[tuple[int, int]]]:
+    """Return the steps of each kind of evaluation, the numbers of the last validation, and the dead experts."""
     records = folder.metrics.read()
     with corrupted_file_error(folder.metrics.path, "restore it from a backup, or delete that line"):
-        return (
-            [
-                [r["step"], *(None if r[name] is None else float(r[name]) for name in ("loss", "bits_per_byte"))]
-                for r in records
-                if r["split"] == "validation"
-            ],
-            [r["step"] for r in records if r["split"] == "core"],
-            [[int(r["layer"]), int(r["expert"])] for r in records if r.get("event") == "dead_expert"],
-            [int(path.stem.removeprefix("step_")) for path in folder.samples.glob("step_*.txt")],
-        )
+        last: list[float | None] = [None, None]
+        for record in records:
+            if record["split"] == "validation":
+                numbers = record["loss"], record["bits_per_byte"]
+                last = [None if number is None else float(number) for number in numbers]
+        done = {kind: [r["step"] for r in records if r["split"] == kind] for kind in ("validation", "core")}
+        done["sample"] = [int(path.stem.removeprefix("step_")) for path in folder.samples.glob("step_*.txt")]
+        dead = [(int(r["layer"]), int(r["expert"])) for r in records if r.get("event") == "dead_expert"]
+        return done, last, dead

@@ -152,7 +152,7 @@ def train(
     with (
         _locked(folder, rendezvous, options),
         Interrupt(quiet=rendezvous is not None) as interrupt,
-        Display(console if is_main else None, title) as display,
+        Display(console if is_main else None) as display,
         process_groups(
             rendezvous,
             pick_device(config.device),
@@ -169,15 +169,14 @@ def train(
             return rendezvous is not None and rendezvous.is_orphaned
 
         with (
-            run_log(folder, prepared, display, config.track) as log,
+            run_log(folder, prepared, display, title) as log,
             closing(Saver(folder, parallel, config.keep_checkpoints)) as saver,
             closing(state.loader),
             gc_frozen(),
         ):
             interrupt.deferred = True  # before this point, there was nothing to save
             timer = Timer(state, prepared.validation)
-            evaluations = Evaluations(folder, prepared, sample, saver, log, timer, display, interrupt, validated)
-            display.begin(state.step, state.steps)
+            evaluations = Evaluations(folder, prepared, sample, saver, log, timer, interrupt, validated)
             if state.step > 0:
                 evaluations.run_due()  # some are still due if the run stopped right after saving
 
@@ -188,9 +187,6 @@ def train(
                     timer.revise_steps(log)
                 saver.commit_if_written(state.status)
                 log.step()
-                if state.is_due(config.log_every):
-                    log.metrics()
-                display.step(state.step)
                 # Saving comes first, so that a failing evaluation costs no training.
                 if state.is_due(config.checkpoint_every) or state.is_at_end or evaluations.need_checkpoint():
                     with timer.measure("checkpoint"):
@@ -206,11 +202,8 @@ def train(
             if not finished:
                 path = shlex.quote(str(folder.path))
                 display.say(f"stopped at step {state.step} of {state.steps}; to continue: {et()} train --resume {path}")
-            loss, bits_per_byte = log.validations[max(log.validations)] if log.validations else (None, None)
             words = None if prepared.validation is None else opening(prepared.validation, prepared.tokenizer)
-            return TrainResult(
-                state.step, finished, loss, bits_per_byte, state.seconds, state.tokens, timer.elapsed, words
-            )
+            return TrainResult(state.step, finished, *log.last, state.seconds, state.tokens, timer.elapsed, words)
 
 
 @contextmanager

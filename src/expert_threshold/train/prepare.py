@@ -90,7 +90,7 @@ def prepare(
     saved, source = _starting_point(folder, record, resume, parallel)
     budget = _budget(folder, record, saved, resume, minutes)
 
-    corpus = text.corpus if text is not None else (_reopen if resume else _open)(data, display)
+    corpus = _open(data, display, resume) if text is None else text.corpus
     if resume:
         require_same_corpus(folder, corpus)
     record["data"]["train_shards"] = corpus.train_shards  # more may be downloaded before the run is resumed
@@ -145,17 +145,15 @@ def read_text(model: GPTConfig, data: DataConfig, config: TrainConfig, display: 
     return _tokenized(corpus, tokenizer, config, model.context, display)
 
 
-def _open(data: DataConfig, display: Display) -> Corpus:
-    corpus = open_source(**asdict(data))
+def _open(data: DataConfig, display: Display, resume: bool = False) -> Corpus:
+    try:
+        corpus = open_source(**asdict(data))
+    except ValueError as error:
+        if not resume:
+            raise
+        raise ValueError(f"{error}; with --resume, use --data to give the text's new path") from None
     display.say(corpus.describe())
     return corpus
-
-
-def _reopen(data: DataConfig, display: Display) -> Corpus:
-    try:
-        return _open(data, display)
-    except ValueError as error:
-        raise ValueError(f"{error}; with --resume, use --data to give the text's new path") from None
 
 
 def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, context: int, display: Display) -> Text:
