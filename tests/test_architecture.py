@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"files", "kernels", "runs", "model", "moe", "option", "routing", "generate", "data", "evaluation"},
     "recipes": {"model", "optim", "routing"},
     "testing": {"moe", "routing"},
-    "plan": {"config", "distributed", "errors", "kernels", "routing", "model", "optim"},
+    "plan": {"config", "distributed", "errors", "kernels", "routing", "model", "optim", "option"},
     # The components' own configuration records.
     "config": {
         "analysis", "data", "evaluation", "generate", "model", "moe", "optim", "option", "recipes", "routing", "runs",

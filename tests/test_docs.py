@@ -191,8 +191,8 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(full_run, "write_report", lambda folder: None)
     chosen = analyze.chosen_studies
     monkeypatch.setattr(analyze, "chosen_studies", lambda text: [s for s in chosen(text) if s.name in FIGURES])
-    for module, name in ((calibrate, "parse"), *((module, "parse_all") for module in (analyze, generate, retrofit))):
-        monkeypatch.setattr(module, name, asked_less(getattr(module, name)))
+    for module in (analyze, calibrate, generate, retrofit):
+        monkeypatch.setattr(module, "parse_all", asked_less(module.parse_all))
     return folder
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,21 +15,23 @@ from .model import GPT, flops_per_token, parameter_counts
 from .model.memory import FLOAT32, Memory, Step, backend, moments
 from .optim import make_optimizers
 from .optim.muon import BATCH_ELEMENTS
-from .routing import Rule, Window, rule_name
+from .option import Count, NonNegative, Positive, Share, option
+from .routing import Window, rule_name
 
 LAYOUTS = ("replicate", "shard", "expert_parallel")
 """Layouts of a run over several GPUs. With `replicate`, each GPU holds all weights and a share of the optimizer's
 state. With `shard`, it holds a share of everything; with `expert_parallel`, a share of the experts (at least one)."""
 
 
-class Machine(NamedTuple):
-    """The GPUs of a run. `utilisation` is the fraction of the peak throughput that the model's FLOPs achieve."""
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs of a run."""
 
-    gpus: int = 1
-    micro_batch: int | None = None  # sequences per GPU, or None to split the run's batch size
-    utilisation: float = 0.4
-    peak_tflops: float = 989.0
-    price_per_gpu_hour: float = 2.5
+    gpus: Count = option(1, "Number of GPUs that share the batch.")
+    micro_batch: Count | None = option(None, "Sequences per micro-batch. Defaults to a GPU's share of --batch-size.")
+    utilisation: Share = option(0.4, "Model FLOPs utilisation (MFU), as a share of the peak.")
+    peak_tflops: Positive = option(989.0, "Peak TFLOPS of one GPU. Defaults to the peak of an H100.")
+    price_per_gpu_hour: NonNegative = option(2.5, "Price per GPU-hour, in any currency.")
 
 
 ONE_GPU = Machine()
@@ -36,13 +39,17 @@ ONE_GPU = Machine()
 
 def costs(config: RunConfig, machine: Machine = ONE_GPU) -> dict[str, Any]:
     """Return a run's parameter counts, its tokens, the size of its pools, and its FLOPs in forward and backward."""
-    parameters = parameter_counts(config.model)
+    parameters, rule = parameter_counts(config.model), config.model.rule
+    assumed = None
+    if rule is not None and not rule.aims_at_fanout:
+        fanout = f"active parameters and FLOPs assume a fanout of {rule.experts_per_token:g}"
+        assumed = f"{rule_name(rule)} has no fixed mean fanout; {fanout}"
     per_token = flops_per_token(config.model)
     tokens_per_step = config.train.batch_size * config.train.accumulation * config.model.context
     tokens = config.train.steps * tokens_per_step
     pool, effective = window(config, share_out(config, machine))
     return {
-        "rule": rule_name(config.model.rule),
+        "rule": rule_name(rule),
         "params_total": parameters.pop("total"),
         "params_active": parameters.pop("active"),
         "parameters": parameters,
@@ -53,18 +60,8 @@ def costs(config: RunConfig, machine: Machine = ONE_GPU) -> dict[str, Any]:
         "pool": pool,
         "effective_pool": effective,
         "flops_total": per_token * tokens,
-        "assumed": assumed_fanout(config.model.rule),
+        "assumed": assumed,
     }
-
-
-def assumed_fanout(rule: Rule | None) -> str | None:
-    """Return a sentence about the fanout that is assumed for a rule without a target, or None if nothing is assumed."""
-    if rule is None or rule.aims_at_fanout:
-        return None
-    return (
-        f"{rule_name(rule)} has no fixed mean fanout; active parameters and FLOPs assume a fanout of "
-        f"{rule.experts_per_token:g}"
-    )
 
 
 def window(config: RunConfig, local: LocalBatch | None = None) -> Window:

@@ -187,17 +187,12 @@ class Recipe:
         """Return the rule for a run of `steps` with micro-batches of `batch_size` sequences of `context` tokens."""
         options = dict(self.rule)
         if options["name"] == "expert_choice":
-            options["pool"] = pool_option(self.pool, batch_size, context)
+            options["pool"] = "global"
+            if self.pool is not None and (self.pool == 1 or self.pool < batch_size):
+                options["pool"] = "sequence" if self.pool == 1 else self.pool * context
         if "decay" in options:
             options["decay"] = scaled_decay(options["decay"], steps)
         return options
-
-
-def pool_option(pool: int | None, batch_size: int, context: int) -> str | int:
-    """Return the option of expert choice for a pool of `pool` sequences, but at most a micro-batch."""
-    if pool == 1:
-        return "sequence"
-    return "global" if pool is None or pool >= batch_size else pool * context
 
 
 def in_proportion(every: Mapping[str, int], steps: int, of: int) -> dict[str, int]:
@@ -236,16 +231,10 @@ _NANOCHAT, _TUNED = ({**_changes(config), "matrix_lr": config.matrix_lr} for con
 
 RECIPES: dict[str, Recipe] = {
     "dense": Recipe("no routed experts", DENSE, Reported("Table 1", 3.002, 15.743)),
-    "token_choice": Recipe(
-        "token choice, not balanced",
-        TC,
-        Reported("Table 1", 2.893, 17.983),
-    ),
+    "token_choice": Recipe("token choice, not balanced", TC, Reported("Table 1", 2.893, 17.983)),
     "token_choice_aux": Recipe("token choice, auxiliary loss", TC_AUX, Reported("Table 1", 2.892, 15.894), pool=32),
     "token_choice_loss_free": Recipe(
-        "token choice, balanced by biases",
-        TC_LOSS_FREE,
-        Reported("Table 1", 2.898, 18.031),
+        "token choice, balanced by biases", TC_LOSS_FREE, Reported("Table 1", 2.898, 18.031)
     ),
     "expert_choice_2k": Recipe("expert choice over a sequence", EC, Reported("Table 1", 2.910, 17.91, 2.874), pool=1),
     "expert_choice_8k": Recipe("expert choice over 4 sequences", EC, Reported("Table 1", 2.845, 18.83, 2.844), pool=4),
@@ -255,9 +244,7 @@ RECIPES: dict[str, Recipe] = {
     "expert_choice_512k": Recipe("expert choice over the batch", EC, Reported("Table 1", 2.843, 19.94, 2.840)),
     "expert_threshold": Recipe("expert threshold", ET, Reported("Table 1", 2.844, 19.876)),
     "expert_threshold_no_warmup": Recipe(
-        "expert threshold without warmup",
-        ET_NO_WARMUP,
-        Reported("Shared Expert", 2.844, 16.867),
+        "expert threshold without warmup", ET_NO_WARMUP, Reported("Shared Expert", 2.844, 16.867)
     ),
     "expert_choice_512k_no_shared": Recipe(
         "expert choice over the batch, no shared expert",
@@ -278,9 +265,7 @@ RECIPES: dict[str, Recipe] = {
         model={"gate_norm": "fanout"},
     ),
     "expert_threshold_no_capacity": Recipe(
-        "expert threshold without bounds on the load",
-        {**ET, "capacity_slack": None},
-        Reported("Capacity Constraints"),
+        "expert threshold without bounds on the load", {**ET, "capacity_slack": None}, Reported("Capacity Constraints")
     ),
     "d20_dense": Recipe("no routed experts", DENSE, Reported("Table 2", 2.751, 20.43), "d20"),
     "d20_token_choice_aux": Recipe(

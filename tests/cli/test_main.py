@@ -53,9 +53,10 @@ def help_and_options(command: str) -> tuple[str, list[Option]]:
     return printed.getvalue(), made[-1]
 
 
+DATA_COMMANDS = {name: entry.summary for name, entry in data_command.ENTRIES.items()}
 HELP = {
     command: help_and_options(command)
-    for command in [name for name in COMMANDS if name != "data"] + [f"data {name}" for name in data_command.ENTRIES]
+    for command in [name for name in COMMANDS if name != "data"] + [f"data {name}" for name in DATA_COMMANDS]
 }
 
 
@@ -64,13 +65,13 @@ def unwrapped(help_text: str) -> str:
     return " ".join(help_text.split())
 
 
-@pytest.mark.parametrize(("program", "entries"), [("et", COMMANDS), ("et data", data_command.ENTRIES)])
+@pytest.mark.parametrize(("program", "entries"), [("et", COMMANDS), ("et data", DATA_COMMANDS)])
 def test_help_lists_every_command(program: str, entries: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert et(*program.split()[1:], "--help") == 0
     text = capsys.readouterr().out
-    for name, entry in entries.items():
+    for name, summary in entries.items():
         assert f"{program} {name} " in text
-        assert entry.summary in text
+        assert summary in text
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def test_losses_that_are_no_numbers_are_shown_and_drawn(runs: Path, tmp_path: Pa
     point = Point(None, 1.0, (1.0,), math.nan, math.nan, 8, 100, 1000)
     found = rates.record(folder, 1, ExpertChoice(4), [point, point._replace(rate=0.5)])
     json.dumps(found, allow_nan=False)
-    assert rates.table({"run": found}).row_count == 2
+    assert rates.rates_table({"run": found}).row_count == 2
     rates.draw({"run": found}, tmp_path / "figure")
 
 

@@ -8,37 +8,31 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from .. import __version__
 from ..errors import is_out_of_memory
 from ..glossary import as_text
 from ..option import did_you_mean
 
-
-class Entry(NamedTuple):
-    module: str  # in this package, with run(arguments); imported when the command is called
-    summary: str
-
-
 COMMANDS = {
-    "train": Entry("train", "train a language model into a run folder, or resume one"),
-    "plan": Entry("plan", "estimate what a run costs: parameters, FLOPs, memory, time and money"),
-    "generate": Entry("generate", "continue a text with a trained model"),
-    "serve": Entry("serve", "serve a trained model over HTTP, with OpenAI's completions API"),
-    "data": Entry("data", "download text and questions, train a tokenizer, or tokenize text in advance"),
-    "evaluate": Entry("evaluate", "evaluate trained models: loss, bits per byte, and the tasks of CORE"),
-    "compare": Entry("compare", "train several methods with the same budget and compare their losses"),
-    "sweep": Entry("sweep", "search each method's learning rates and other options for the lowest loss"),
-    "recipes": Entry("recipes", "list the paper's runs with their reported results"),
-    "analyze": Entry("analyze", "draw every figure of the paper from run folders"),
-    "audit": Entry("audit", "audit the experts and the causality of a run or of any transformers model"),
-    "calibrate": Entry("calibrate", "measure the cutoffs of a trained model, for any rate, without training"),
-    "upcycle": Entry("upcycle", "initialize a Mixture-of-Experts run from a dense one"),
-    "retrofit": Entry("retrofit", "convert a top-k mixture to variable fanout, and compare the two"),
-    "export": Entry("export", "export a trained model to a folder for Hugging Face transformers"),
-    "import": Entry("import_", "turn an exported folder, fine-tuned or not, into a run folder"),
+    "train": "train a language model into a run folder, or resume one",
+    "plan": "estimate what a run costs: parameters, FLOPs, memory, time and money",
+    "generate": "continue a text with a trained model",
+    "serve": "serve a trained model over HTTP, with OpenAI's completions API",
+    "data": "download text and questions, train a tokenizer, or tokenize text in advance",
+    "evaluate": "evaluate trained models: loss, bits per byte, and the tasks of CORE",
+    "compare": "train several methods with the same budget and compare their losses",
+    "sweep": "search each method's learning rates and other options for the lowest loss",
+    "recipes": "list the paper's runs with their reported results",
+    "analyze": "draw every figure of the paper from run folders",
+    "audit": "audit the experts and the causality of a run or of any transformers model",
+    "calibrate": "measure the cutoffs of a trained model, for any rate, without training",
+    "upcycle": "initialize a Mixture-of-Experts run from a dense one",
+    "retrofit": "convert a top-k mixture to variable fanout, and compare the two",
+    "export": "export a trained model to a folder for Hugging Face transformers",
+    "import": "turn an exported folder, fine-tuned or not, into a run folder",
 }
+"""What each command does. Its module is imported when it is called, and has run(arguments)."""
 
 RUN_COMMANDS = ("train", "plan", "compare", "sweep")
 """The commands that accept a run's options; their errors name options by path."""
@@ -67,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exit code is 2. With ET_DEBUG=1, they show a traceback, as all other exceptions do.
     """
     _prepare_output()
-    arguments = sys.argv[1:] if arguments is None else arguments
-    prog = " ".join(["et", *arguments[:1]]) if arguments and arguments[0] in COMMANDS else "et"
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    command = next((name for name in arguments[:1] if name in COMMANDS), None)
+    prog = "et" if command is None else f"et {command}"
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -83,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not is_users(error):
             raise
         text = one_line(error)
-        if arguments[:1] and arguments[0] in RUN_COMMANDS:
+        if command in RUN_COMMANDS:
             text = importlib.import_module(".run_options", __name__).with_paths(text)
         print(f"{prog}: {text}", file=sys.stderr)
         return USAGE_ERROR
@@ -107,19 +102,13 @@ def is_users(error: BaseException) -> bool:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    if not arguments:
-        raise ValueError(f"no command was given; use one of {', '.join(COMMANDS)}, or see et --help")
-    name, *rest = arguments
-    if name in ("-h", "--help"):
-        print(_help())
-        return 0
-    if name == "--version":
+    if arguments[:1] == ["--version"]:
         print(f"expert-threshold {__version__}")
         return 0
-    if name not in COMMANDS:
-        raise ValueError(f"unknown command {name}; {did_you_mean(name, COMMANDS)}")
     try:
-        importlib.import_module(f".{COMMANDS[name].module}", __name__).run(rest)
+        about = "Mixture-of-experts language models with Expert Threshold routing."
+        name, rest = choose("et", "command", about, COMMANDS, arguments, f"\n\nglossary:\n{as_text()}")
+        importlib.import_module(".import_" if name == "import" else f".{name}", __name__).run(rest)
     except SystemExit as stop:  # --help was shown, or rich met a closed pipe
         if isinstance(stop.__context__, BrokenPipeError):
             raise stop.__context__ from None
@@ -127,26 +116,26 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _help() -> str:
-    about = "Mixture-of-experts language models with Expert Threshold routing."
-    summaries = {name: entry.summary for name, entry in COMMANDS.items()}
-    return f"{overview('et', 'COMMAND', about, summaries)}\n\nglossary:\n{as_text()}"
+def choose(
+    prog: str, kind: str, about: str, summaries: Mapping[str, str], arguments: Sequence[str], more: str = ""
+) -> tuple[str, Sequence[str]]:
+    """Return the name of the command that comes first, and its arguments. --help prints all commands and exits with 0.
 
-
-def overview(prog: str, metavar: str, about: str, summaries: Mapping[str, str]) -> str:
-    """Return the help text of a command, with one line for each subcommand."""
-    width = max(map(len, summaries))
-    return "\n".join(
-        [
-            f"usage: {prog} {metavar} [OPTIONS]",
-            "",
-            about,
-            "",
-            *(f"  {prog} {name:{width}}  {summary}" for name, summary in summaries.items()),
-            "",
-            f"{prog} {metavar} --help shows every option with its default.",
-        ]
-    )
+    kind: what the names are called. more: a text to print below. Raises ValueError if the name is missing or unknown.
+    """
+    if not arguments:
+        raise ValueError(f"no {kind} was given; use one of {', '.join(summaries)}, or see {prog} --help")
+    name, *rest = arguments
+    if name in ("-h", "--help"):
+        width = max(map(len, summaries))
+        print(f"usage: {prog} {kind.upper()} [OPTIONS]\n\n{about}\n")
+        for each, summary in summaries.items():
+            print(f"  {prog} {each:{width}}  {summary}")
+        print(f"\n{prog} {kind.upper()} --help shows every option with its default.{more}")
+        raise SystemExit(0)
+    if name not in summaries:
+        raise ValueError(f"unknown {kind} {name}; {did_you_mean(name, summaries)}")
+    return name, rest
 
 
 def one_line(error: BaseException) -> str:

@@ -16,9 +16,9 @@ from ..analysis.material import DOMAINS, STREAMS, Domain, Material
 from ..analysis.methods import find_runs, select_runs
 from ..files import expand
 from ..option import Bounds
-from ..train.device import keep_freed_memory, pick_device, pick_dtype
+from ..train.device import keep_freed_memory
 from ..train.log import Display
-from .options import COMPUTE, Option, parse_all, parse_names
+from .options import COMPUTE, Option, parse_all, parse_names, picked_device
 
 # Options of every command that traces runs.
 TRACING = [
@@ -28,7 +28,7 @@ TRACING = [
 ]
 OPTIONS = [
     Option("run", str, None, "Folders of runs or comparisons to analyse.", positional=True, required=True, many=True),
-    Option("out", str, "RUN/analysis", "Folder where the figures, their data and report.html are written."),
+    Option("out", str, "RUN/analysis", "Folder for the figures, their data and report.html.", derived=True),
     Option("figures", str, "all", "Figures to draw, separated by commas."),
     Option("human_eval", str | None, None, "Folder or .jsonl file of HumanEval, which is used as the code domain."),
     Option("gsm8k", str | None, None, "Folder or .jsonl file of GSM8K, which is used as the math domain."),
@@ -48,8 +48,7 @@ def run(arguments: Sequence[str]) -> None:
     """Analyse the runs and print the path of the report."""
     options = parse_all("et analyze", DESCRIPTION, OPTIONS, arguments)
     studies = chosen_studies(options["figures"])
-    given = options["out"] != OPTIONS[1].default
-    out = Path(options["out"]) if given else Path(options["run"][0]) / "analysis"
+    out = Path(options["out"] or Path(options["run"][0]) / "analysis")
     with Display(Console(stderr=True), name="et analyze") as display:
         report = write_atlas(open_material(options, out, display), out, studies, display.say)
     print(f"report: {report}")
@@ -63,18 +62,10 @@ def open_material(options: Mapping[str, Any], out: Path, display: Display) -> Ma
         display.say(f"run left out: {path}: {reason}")
     for path, how_far in selection.unfinished.items():
         display.say(f"{path}: {how_far}; shown up to there")
-    device = pick_device(options["device"])
+    device, dtype = picked_device(options)
     keep_freed_memory()
-    material = Material(
-        selection,
-        out / "traces",
-        options["data"],
-        options["tokens"],
-        domains,
-        device,
-        pick_dtype(options["dtype"], device),
-        display.task,
-    )
+    traces, text, tokens = out / "traces", options["data"], options["tokens"]
+    material = Material(selection, traces, text, tokens, domains, device, dtype, display.task)
     material.read_domains()
     return material
 

@@ -16,9 +16,8 @@ from ..data import embedded, open_held_out
 from ..files import replace_file
 from ..integrations.audit import load_any
 from ..option import Bounds
-from ..train.device import pick_device, pick_dtype
 from ..train.log import Display
-from .options import COMPUTE, STEP, Option, parse_all
+from .options import COMPUTE, STEP, Option, parse_all, picked_device
 
 OPTIONS = [
     Option("model", str, None, "A run, or the folder or name of a transformers model.", positional=True, required=True),
@@ -47,8 +46,7 @@ def run(arguments: Sequence[str]) -> None:
             pass
         if page.is_dir() or not page.parent.is_dir():
             raise ValueError(f"--page {page} must be a file in an existing folder; use another path")
-    device = pick_device(options["device"])
-    model, tokenizer = load_any(options["model"], options["step"], device, pick_dtype(options["dtype"], device))
+    model, tokenizer = load_any(options["model"], options["step"], *picked_device(options))
     with Display(Console(stderr=True), name=options["model"]) as display:
         how = {"tokens": options["tokens"], "training": options["training"], "progress": display.task}
         found = audit(model, tokenizer, named or _embedded(), name=options["model"], **how)

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ..analysis.sentences import fixed
 from ..data import Loader, open_source, pack
-from ..evaluation import Validation, evaluate
+from ..evaluation import evaluate
 from ..files import require_free
 from ..install import et
 from ..model.calibrate import calibrate
 from ..option import Count, NonNegativeInt
 from ..runs import RunFolder, load_model
 from ..runs.folder import derive
-from ..train.device import keep_freed_memory, pick_device, pick_dtype
+from ..train.device import keep_freed_memory
 from ..train.log import Display
 from .evaluate import training_batch, validation_text
-from .options import COMPUTE, STEP, Option, parse
+from .options import COMPUTE, STEP, Option, parse_all, picked_device
 from .rates import require_cutoffs
+from .tables import table
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to calibrate. It is not changed.", positional=True, required=True),
     Option("to", str, None, "The folder of the new run, which has the new cutoffs.", required=True),
-    Option("data", str, "RUN's", "Text to calibrate on, as in et train. The loss is measured on its held-out part."),
+    Option("data", str, "RUN's", "Text to calibrate on, whose held-out part gives the losses.", derived=True),
     Option("text_field", str, "text", "Name of the field (.jsonl) or column (.parquet) of --data with the text."),
     Option("tokens", Count, 262_144, "Number of tokens to calibrate on, rounded up to whole batches."),
     Option("batch_size", Count, 64, "Sequences per batch. The k-th largest score is measured in each batch."),
@@ -55,28 +55,26 @@ FILE = "calibration.json"
 
 def run(arguments: Sequence[str]) -> None:
     """Write the new run folder, and print the losses."""
-    given = parse("et calibrate", DESCRIPTION, OPTIONS, arguments)
-    options = {option.name: option.default for option in OPTIONS} | given
+    options = parse_all("et calibrate", DESCRIPTION, OPTIONS, arguments)
     source = RunFolder.open(options["run"])
     for method in ("calibrated", "calibration_rule"):
         require_cutoffs(source, method)
     require_free(options["to"])
-    device = pick_device(options["device"])
     keep_freed_memory()
     saved = source.load_checkpoint(options["step"], parts=("model",))
-    model, tokenizer = load_model(source.path, saved.step, device, pick_dtype(options["dtype"], device))
+    model, tokenizer = load_model(source.path, saved.step, *picked_device(options))
     rule = model.config.rule
     assert rule is not None
     if options["experts_per_token"] is not None:
         rule = replace(rule, experts_per_token=options["experts_per_token"])  # type: ignore[type-var]
-    corpus = (
-        open_source(options["data"], options["text_field"])
-        if "data" in given
-        else validation_text(source, "pass another text with --data")
-    )
+    if options["data"] is None:
+        corpus = validation_text(source, "pass another text with --data")
+    else:
+        corpus = open_source(options["data"], options["text_field"])
 
-    batches = math.ceil(options["tokens"] / (options["batch_size"] * model.config.context))
-    found: dict[str, Validation] = {}
+    batch_size, context = options["batch_size"], model.config.context
+    batches = math.ceil(options["tokens"] / (batch_size * context))
+    losses: dict[str, dict[str, Any]] = {}
     with Display(Console(stderr=True), name=options["run"]) as display:
         held_out = pack(corpus, tokenizer, "validation", display.task("tokenizing text for the loss"))
         tokens = (
@@ -84,16 +82,18 @@ def run(arguments: Sequence[str]) -> None:
             if corpus.parts is None
             else corpus.parts("train", tokenizer)
         )
-        loader = Loader(tokens, options["batch_size"], model.config.context, options["seed"])
+        loader = Loader(tokens, batch_size, context, options["seed"])
 
-        def measure(what: str, **how: Any) -> Validation:
-            progress = display.task(what)
-            return evaluate(model, held_out, tokenizer, max_tokens=options["eval_tokens"], progress=progress, **how)
+        def measure(what: str, **how: Any) -> dict[str, Any]:
+            """Return the losses, and the fanout averaged over layers."""
+            how |= {"max_tokens": options["eval_tokens"], "progress": display.task(what)}
+            found = evaluate(model, held_out, tokenizer, **how)
+            return found.losses() | {"fanout": fmean(float(seen.fanout_mean) for seen in found.observations)}
 
         pooled = training_batch(source) if rule.looks_ahead else None
-        if pooled is not None and len(held_out) > pooled * model.config.context:
-            found["training pools"] = measure("loss by training pools", batch_size=pooled, training_pools=True)
-        found["cutoffs before"] = measure("loss before")
+        if pooled is not None and len(held_out) > pooled * context:
+            losses["training pools"] = measure("loss by training pools", batch_size=pooled, training_pools=True)
+        losses["cutoffs before"] = measure("loss before")
         counted = display.task("calibrating")
         calibrate(
             model,
@@ -101,40 +101,22 @@ def run(arguments: Sequence[str]) -> None:
             experts_per_token=rule.experts_per_token,
             progress=lambda done: counted(done, batches),
         )
-        found["cutoffs after"] = measure("loss after")
+        losses["cutoffs after"] = measure("loss after")
 
     new = {name: value.cpu() for name, value in model.state_dict().items() if ".router.state_" in name}
-    results = {name: _numbers(validation) for name, validation in found.items()}
     facts = {
-        "tokens": batches * options["batch_size"] * model.config.context,
-        "batch_size": options["batch_size"],
+        "tokens": batches * batch_size * context,
+        "batch_size": batch_size,
         "experts_per_token": rule.experts_per_token,
         "seed": options["seed"],
         "text": corpus.hash,
-        "losses": results,
+        "losses": losses,
     }
-    derive(
-        source,
-        options["to"],
-        saved.step,
-        saved.tensors["model"] | new,
-        model=replace(model.config, rule=rule).to_dict(),
-        files={FILE: facts},
-    )
-    Console().print(_table(results))
+    config = replace(model.config, rule=rule).to_dict()
+    derive(source, options["to"], saved.step, saved.tensors["model"] | new, model=config, files={FILE: facts})
+    lines = [
+        (name, fixed(each["loss"], 4), fixed(each["bits_per_byte"], 4), f"{each['fanout']:.3f}", f"{each['tokens']:,}")
+        for name, each in losses.items()
+    ]
+    Console().print(table(("routing by", "loss", "bits per byte", "routed experts per token", "tokens"), lines))
     print(f"next: {et()} evaluate {shlex.quote(options['to'])} --rates 0.25,0.5,1,2")
-
-
-def _numbers(found: Validation) -> dict[str, Any]:
-    """Return the losses, and the fanout averaged over layers."""
-    return found.losses() | {"fanout": fmean(float(observation.fanout_mean) for observation in found.observations)}
-
-
-def _table(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    shown = Table("routing by", "loss", "bits per byte", "routed experts per token", "tokens")
-    for column in shown.columns[1:]:
-        column.justify = "right"
-    for name, found in results.items():
-        losses = (fixed(found[loss], 4) for loss in ("loss", "bits_per_byte"))
-        shown.add_row(name, *losses, f"{found['fanout']:.3f}", f"{found['tokens']:,}")
-    return shown

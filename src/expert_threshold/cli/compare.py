@@ -8,10 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ..analysis.sentences import listed
 from ..compare.experiment import opened
@@ -27,15 +24,16 @@ from ..recipes import METHODS, REFERENCE, Method, methods
 from ..routing import option_names
 from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory
-from ..train.log import RunConsole, say
+from ..train.log import say
 from .options import Option, flag_of, parse_names
 from .run_options import Given, options_of_any_rule, parse_run, read_config_file, resolve_run, start_of
+from .tables import console_for_tables, table
 
 
 def leaves_open(method: Method, path: str) -> bool:
-    """Return True if the method's rule has this option and the method does not set it itself."""
-    option = path.removeprefix("rule.")
-    return option in option_names(method.rule) and option not in method.options
+    """Return False for an option of rules that the method's rule lacks or that the method sets itself."""
+    section, _, option = path.partition(".")
+    return section != "rule" or (option in option_names(method.rule) and option not in method.options)
 
 
 def _description() -> str:
@@ -191,15 +189,13 @@ def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | No
     if files and "config" in given:
         raise ValueError(f"--config {given['config']}: --tuned already sets each method's file; leave one of them out")
     known = methods()
-    of_rules = [path for path in given if path.startswith("rule.")]
-    for path in of_rules:
+    for path in given:
         if not any(leaves_open(known[name], path) for name in names):
             raise ValueError(f"{flag_of(path)} {given[path]}: cannot be set for {', '.join(names)}; leave it out")
     configs = {}
     for name in names:
         method = known[name]
-        closed = [path for path in of_rules if not leaves_open(method, path)]
-        own = {path: value for path, value in given.items() if path not in closed}
+        own = {path: value for path, value in given.items() if leaves_open(method, path)}
         if files:
             own["config"] = str(files[name])
         fixed = {f"rule.{option}": value for option, value in method.options.items()}
@@ -222,22 +218,3 @@ def require_shared_budget(configs: Mapping[str, RunConfig]) -> None:
                     f"--tuned: {name} has {option}={value!r} but {names[0]} has {shared[0][option]!r}; all "
                     "methods must use the same text, batch and trunk; tune them alike, or set the option here"
                 )
-
-
-def console_for_tables() -> Console:
-    """Return a console as wide as the terminal, or wide enough for the tables if there is no terminal."""
-    return RunConsole(width=None if RunConsole().is_terminal else 120)
-
-
-def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """Return a table for the terminal. In a narrow terminal, method names wrap, but numbers do not."""
-    table = Table(headers[0], box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    table.columns[0].overflow = "fold"
-    table.columns[0].min_width = min(12, max((len(line[0]) for line in lines), default=0))
-    for header, texts in zip(headers[1:], list(zip(*lines, strict=True))[1:], strict=True):
-        words = map(len, header.split())
-        width = max(min(len(header), 8), *words, *(Text.from_markup(text).cell_len for text in texts))
-        table.add_column(header, justify="right", width=width)
-    for line in lines:
-        table.add_row(*line)
-    return table

@@ -30,17 +30,14 @@ from ..data.tokens import Parts
 from ..evaluation import read_bundle
 from ..files import expand, replacing
 from ..install import et
-from ..option import Count, did_you_mean
+from ..option import Count
 from ..runs.lock import exclusive
 from ..train.log import Display, clock, say
-from . import overview
-from .options import Option, parse
+from . import choose
+from .options import Option, parse_all
 
 Given = Mapping[str, Any]
-
-# Defaults that depend on other options, as --help shows them.
-DERIVED = BESIDE, TOKENS_OUT = f"SOURCE/{TOKENIZER}", "SOURCE-tokens"
-
+BESIDE = f"SOURCE/{TOKENIZER}"
 SOURCE = Option("source", str, FINEWEB_EDU, "The text: a folder of shards, or fineweb-edu if it was downloaded.", True)
 TEXT_FIELD = Option("text_field", str, "text", "Name of the column with the text.")
 OUT = "use another --out"
@@ -54,22 +51,14 @@ class Entry(NamedTuple):
 
 def run(arguments: Sequence[str]) -> None:
     """Run the subcommand named by the first argument."""
-    if not arguments:
-        raise ValueError(f"no subcommand was given; use one of {', '.join(ENTRIES)}, or see et data --help")
-    name, *rest = arguments
-    if name in ("-h", "--help"):
-        about = "Download text and the questions of CORE, train a tokenizer, or tokenize text in advance."
-        print(overview("et data", "WHAT", about, {name: entry.summary for name, entry in ENTRIES.items()}))
-        return
-    if name not in ENTRIES:
-        raise ValueError(f"unknown subcommand {name}; {did_you_mean(name, ENTRIES)}")
+    about = "Download text and the questions of CORE, train a tokenizer, or tokenize text in advance."
+    summaries = {name: entry.summary for name, entry in ENTRIES.items()}
+    name, rest = choose("et data", "subcommand", about, summaries, arguments)
     entry = ENTRIES[name]
     summary = entry.summary[0].upper() + entry.summary[1:] + "."
-    given = parse(f"et data {name}", summary, entry.options, rest)
-    values = {option.name: None if option.default in DERIVED else option.default for option in entry.options} | given
-    console = Console(stderr=True)
-    with Display(console) as display:
-        text = entry.run(values, display)
+    options = parse_all(f"et data {name}", summary, entry.options, rest)
+    with Display(Console(stderr=True)) as display:
+        text = entry.run(options, display)
     say(Console(), text)
 
 
@@ -176,7 +165,7 @@ ENTRIES = {
             SOURCE,
             Option("vocab_size", int, 65536, "Number of tokens in the vocabulary."),
             Option("characters", Count, 2_000_000_000, "Number of characters to train on, from the start of the text."),
-            Option("out", str, BESIDE, "The file to create. et train finds it next to the shards."),
+            Option("out", str, BESIDE, "The file to create. et train finds it next to the shards.", derived=True),
             TEXT_FIELD,
         ],
     ),
@@ -185,8 +174,8 @@ ENTRIES = {
         "tokenize shards in advance, so that training can read them at almost no cost",
         [
             SOURCE,
-            Option("tokenizer", str, BESIDE, "The tokenizer.json to use. Any byte-level BPE tokenizer works."),
-            Option("out", str, TOKENS_OUT, "The folder to create, or to complete if it is unfinished."),
+            Option("tokenizer", str, BESIDE, "The tokenizer.json to use, any byte-level BPE.", derived=True),
+            Option("out", str, "SOURCE-tokens", "The folder to create, or to complete.", derived=True),
             TEXT_FIELD,
         ],
     ),

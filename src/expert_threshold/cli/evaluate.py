@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,10 +35,10 @@ from ..install import install
 from ..model import GPT
 from ..option import Count
 from ..runs import RunFolder, load_model
-from ..train.device import keep_freed_memory, pick_device, pick_dtype
+from ..train.device import keep_freed_memory
 from ..train.log import Display
 from . import rates
-from .options import COMPUTE, RATE, STEP, Option, parse, parse_names
+from .options import COMPUTE, RATE, STEP, Option, flag_of, parse, parse_names, picked_device
 from .side_by_side import VALIDATION, table
 
 if TYPE_CHECKING:
@@ -94,14 +94,8 @@ def run(arguments: Sequence[str]) -> None:
     tasks, labels = _tasks(options)
     harness = _harness(options)
     corpora = {source: open_held_out(source, options["text_field"]) for source in options["data"] or ()}
-    device = pick_device(options["device"])
-    dtype = pick_dtype(options["dtype"], device)
-    steps = [RunFolder.open(path).load_checkpoint(options["step"], parts=()).step for path in options["run"]]
-    keep_freed_memory()
     results = {}
-    for path, step in zip(options["run"], steps, strict=True):
-        model, tokenizer = load_model(path, step, device, dtype, options["rate"])
-        folder = RunFolder.open(path)
+    for path, (folder, step, model, tokenizer) in _models(options):
         known = Results(folder.path, model, tokenizer, step, options["rate"])
         with Display(Console(stderr=True), name=path) as display:
             evaluated = Run(folder, model, tokenizer, known, display)
@@ -111,16 +105,9 @@ def run(arguments: Sequence[str]) -> None:
                 evaluated.measure_on(source, corpus, options["eval_tokens"])
             asked: dict[str, Any] = {}  # replaces saved sections, which may hold further results
             if tasks:
-                asked["core"] = ask_core(
-                    known,
-                    tasks,
-                    ModelScorer(model, tokenizer),
-                    display.task,
-                    max_per_task=options["max_per_task"],
-                    baselines=options["baselines"],
-                    labels=labels,
-                    say=display.say,
-                )
+                how = {name: options[name] for name in ("max_per_task", "baselines")} | {"labels": labels}
+                scorer = ModelScorer(model, tokenizer)
+                asked["core"] = ask_core(known, tasks, scorer, display.task, say=display.say, **how)
             if harness is not None:
                 asked["harness"] = evaluated.ask_harness(harness, options["max_per_task"])
         results[path] = known.read() | asked
@@ -135,28 +122,32 @@ def run(arguments: Sequence[str]) -> None:
         print(HINT, file=sys.stderr)
 
 
+def _models(options: Mapping[str, Any]) -> Iterator[tuple[str, tuple[RunFolder, int, GPT, Tokenizer]]]:
+    """Yield the path of each run, with its folder, the step of its checkpoint, its model and its tokenizer."""
+    folders = {path: RunFolder.open(path) for path in options["run"]}
+    steps = {path: folder.load_checkpoint(options["step"], parts=()).step for path, folder in folders.items()}
+    device, dtype = picked_device(options)
+    keep_freed_memory()
+    for path, step in steps.items():
+        yield path, (folders[path], step, *load_model(path, step, device, dtype, options["rate"]))
+
+
 def _dial(options: Mapping[str, Any]) -> None:
     """Measure the validation loss of each run at each rate, write the numbers and the figure, and print a table."""
     asked = rates.read_rates(options["rates"])
-    folders = {path: RunFolder.open(path) for path in options["run"]}
-    for folder in folders.values():
-        rates.require_cutoffs(folder, "at_rate", f"--rates {options['rates']}: ")
+    for path in options["run"]:
+        rates.require_cutoffs(RunFolder.open(path), "at_rate", f"--rates {options['rates']}: ")
     with style():
         pass  # fails early without matplotlib
-    device = pick_device(options["device"])
-    dtype = pick_dtype(options["dtype"], device)
-    keep_freed_memory()
     results = {}
-    for path, folder in folders.items():
-        step = folder.load_checkpoint(options["step"], parts=()).step
-        model, tokenizer = load_model(path, step, device, dtype)
+    for path, (folder, step, model, tokenizer) in _models(options):
         corpus = validation_text(folder, "evaluate a run that has it")
-        enough = None if options["eval_tokens"] is None else options["eval_tokens"] + model.config.context
+        most = options["eval_tokens"]
+        enough = None if most is None else most + model.config.context
         with Display(Console(stderr=True), name=path) as display:
             tokens = pack(corpus, tokenizer, "validation", display.task("validation, tokenizing"), max_tokens=enough)
-            points = measure_rates(
-                model, tokens, tokenizer, asked, max_tokens=options["eval_tokens"], progress=display.task("rates")
-            )
+            progress = display.task("rates")
+            points = measure_rates(model, tokens, tokenizer, asked, max_tokens=most, progress=progress)
         rule = model.config.rule
         assert rule is not None
         results[path] = rates.record(folder, step, rule, points)
@@ -164,8 +155,8 @@ def _dial(options: Mapping[str, Any]) -> None:
     if options["json"]:
         print(json.dumps(list(results.values())))
     else:
-        Console().print(rates.table(results))
-    figure = folders[options["run"][0]].path / "rates"
+        Console().print(rates.rates_table(results))
+    figure = Path(options["run"][0]) / "rates"
     rates.draw(results, figure)
     print(f"figure: {figure}.png and .svg", file=sys.stderr)
 
@@ -187,16 +178,16 @@ def _check(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise ValueError for options that leave nothing to do, or that have no effect."""
     if not any(options[name] for name in ("validation", "data", "bundle", "harness")):
         raise ValueError("--no-validation leaves nothing to do; add --data, --bundle or --harness")
-    for name in NOT_AT_RATES if options["rates"] is not None else ():
-        if options[name] != defaults[name]:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"--rates {options['rates']} measures only the validation loss; leave {flag} out")
-    for name, needed in NEEDS.items():
-        flag = "--" + name.replace("_", "-")
-        if options[name] != defaults[name] and not any(options[other] for other in needed):
-            raise ValueError(
-                f"{flag} {options[name]} has no effect without {' or '.join(f'--{n}' for n in needed)}; add one"
-            )
+    changed = [name for name in options if options[name] != defaults[name]]
+    for name in changed if options["rates"] is not None else ():
+        if name in NOT_AT_RATES:
+            only = f"--rates {options['rates']} measures only the validation loss"
+            raise ValueError(f"{only}; leave {flag_of(name)} out")
+    for name in changed:
+        needed = NEEDS.get(name, [])
+        if needed and not any(options[other] for other in needed):
+            without = " or ".join(map(flag_of, needed))
+            raise ValueError(f"{flag_of(name)} {options[name]} has no effect without {without}; add one")
 
 
 def _tasks(options: Mapping[str, Any]) -> tuple[list[Task], list[str]]:

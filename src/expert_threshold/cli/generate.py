@@ -10,8 +10,7 @@ from rich.segment import Segment, Segments
 
 from ..generate import LEGEND, generate, printable, render_routing
 from ..runs import load_model
-from ..train.device import pick_device, pick_dtype
-from .options import COMPUTE, RATE, STEP, Option, parse_all
+from .options import COMPUTE, RATE, STEP, Option, parse_all, picked_device
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run.", positional=True, required=True),
@@ -32,8 +31,7 @@ def run(arguments: Sequence[str]) -> None:
     """Print the continuation, token by token."""
     options = parse_all("et generate", "Continue a text with a trained model.", OPTIONS, arguments)
     _require_utf8(options["prompt"])
-    device = pick_device(options["device"])
-    model, tokenizer = load_model(options["run"], options["step"], device, pick_dtype(options["dtype"], device))
+    model, tokenizer = load_model(options["run"], options["step"], *picked_device(options))
     steps = generate(
         model,
         tokenizer,

@@ -9,11 +9,11 @@ from pathlib import Path
 from ..install import et
 from ..integrations.export import import_folder
 from ..integrations.hub import PREFIX, model_folder
-from .options import Option, parse
+from .options import Option, parse_all
 
 OPTIONS = [
     Option("folder", str, None, "The folder of the model, or hub:OWNER/NAME.", positional=True, required=True),
-    Option("out", str, "runs/FOLDER", "The run folder to create, which must not exist."),
+    Option("out", str, "runs/FOLDER", "The run folder to create, which must not exist.", derived=True),
 ]
 DESCRIPTION = (
     "Create a run folder from a model that et export wrote, or that transformers saved after fine-tuning it.\n\n"
@@ -23,9 +23,9 @@ DESCRIPTION = (
 
 def run(arguments: Sequence[str]) -> None:
     """Create the run folder."""
-    options = parse("et import", DESCRIPTION, OPTIONS, arguments)
+    options = parse_all("et import", DESCRIPTION, OPTIONS, arguments)
     name = options["folder"]
-    out = options.get("out", str(Path("runs") / Path(name.removeprefix(PREFIX)).resolve().name))
+    out = options["out"] or Path("runs") / Path(name.removeprefix(PREFIX)).resolve().name
     run = import_folder(model_folder(name), out)
     path = shlex.quote(str(run.path))
     print(f"{run.path}: weights of step {run.latest_checkpoint()}")

@@ -10,8 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, NoReturn, get_args
 
+import torch
+
 from ..option import NonNegativeInt, alternatives, convert, describe, did_you_mean, kinds_of
 from ..train.config import DeviceName, DtypeName
+from ..train.device import pick_device, pick_dtype
 
 EVERYDAY = (
     "rule.name", "rule.num_experts", "rule.experts_per_token", "data.source", "model.layers", "model.d_model",
@@ -30,8 +33,9 @@ class Option(NamedTuple):
 
     name: the key of the value. A name with a dot is the path of a run's option, which --help shows under its section.
     kind: a type, as for the field of a record. A bool becomes a pair of flags, --name and --no-name. default: the
-    default to show in --help. many: whether the option, or the last positional argument, may be repeated, with a list
-    of texts as its value. may_be_empty: whether to accept an empty text, which is usually an unset shell variable.
+    default to show in --help. derived: whether that only describes how the command finds the value if it is omitted.
+    many: whether the option, or the last positional argument, may be repeated, with a list of texts as its value.
+    may_be_empty: whether to accept an empty text, which is usually an unset shell variable.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Option(NamedTuple):
     positional: bool = False
     required: bool = False
     many: bool = False
+    derived: bool = False
     may_be_empty: bool = False
 
     @property
@@ -97,8 +102,15 @@ def parse(prog: str, description: str, options: Sequence[Option], arguments: Seq
 
 
 def parse_all(prog: str, description: str, options: Sequence[Option], arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options like `parse`, and include the defaults of options that are not given."""
-    return {option.name: option.default for option in options} | parse(prog, description, options, arguments)
+    """Return the options like `parse`, and include the defaults of options that are not given, or None if derived."""
+    defaults = {option.name: None if option.derived else option.default for option in options}
+    return defaults | parse(prog, description, options, arguments)
+
+
+def picked_device(options: Mapping[str, Any]) -> tuple[torch.device, torch.dtype]:
+    """Return the device and the dtype that the options in COMPUTE select."""
+    device = pick_device(options["device"])
+    return device, pick_dtype(options["dtype"], device)
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,27 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ..config import RunConfig
 from ..model.memory import backend
-from ..option import Count, NonNegative, Positive, Share
 from ..plan import ONE_GPU, Machine, costs, duration, memory, share_out
 from ..train.checks import require_pools_fit, require_split
 from ..train.device import kernels_off, pick_dtype
 from ..train.log import clock, say
-from .options import Option
+from .options import Option, field_options
 from .run_options import parse_run, resolve_run, start_of
+from .tables import table
 
 OPTIONS = [
     Option("json", bool, False, "Print one JSON object instead of tables."),
-    Option("gpus", Count, ONE_GPU.gpus, "Number of GPUs that share the batch."),
-    Option("micro_batch", Count | None, None, "Sequences per micro-batch. Defaults to a GPU's share of --batch-size."),
-    Option("utilisation", Share, ONE_GPU.utilisation, "Model FLOPs utilisation (MFU), as a share of the peak."),
-    Option("peak_tflops", Positive, ONE_GPU.peak_tflops, "Peak TFLOPS of one GPU. Defaults to the peak of an H100."),
-    Option("price_per_gpu_hour", NonNegative, ONE_GPU.price_per_gpu_hour, "Price per GPU-hour, in any currency."),
+    *field_options(Machine, vars(ONE_GPU)),
 ]
 DESCRIPTION = (
     "Estimate what a run costs: parameters, tokens, FLOPs, memory, time and money.\n\n"
@@ -40,13 +35,13 @@ DESCRIPTION = (
 def run(arguments: Sequence[str]) -> None:
     """Print the plan of the run that the arguments describe."""
     given = parse_run("et plan", DESCRIPTION, OPTIONS, arguments)
-    machine = Machine(**{name: given[name] for name in Machine._fields if name in given})
+    machine = Machine(**{name: given[name] for name in vars(ONE_GPU) if name in given})
     costs = start_of(given) | plan(resolve_run(given), machine)
     if given.get("json"):
         print(json.dumps(costs))
     else:
-        for table in tables(costs):
-            Console().print(table)
+        for each in tables(costs):
+            Console().print(each)
         for note in filter(None, (costs["assumed"], costs["kernels_off"])):
             say(Console(), note)
 
@@ -56,50 +51,44 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
     require_split(config.model, config.train, machine.gpus)
     local = share_out(config, machine)
     require_pools_fit(config.model, replace(config.train, batch_size=local.pooled))
-    on_cpu = config.train.device == "cpu"
-    here = on_cpu or (config.train.device == "auto" and not torch.cuda.is_available())
     cpu = torch.device("cpu")
-    on_this_cpu = pick_dtype(config.train.dtype, cpu)
-    off = kernels_off(cpu, on_this_cpu) if here else None
-    dtype = on_this_cpu if on_cpu or config.train.dtype == "float32" else torch.bfloat16
+    on_cpu, of_cpu = config.train.device == "cpu", pick_dtype(config.train.dtype, cpu)
+    here = on_cpu or (config.train.device == "auto" and not torch.cuda.is_available())
+    dtype = of_cpu if on_cpu or config.train.dtype == "float32" else torch.bfloat16
     return {
         **costs(config, machine),
-        **machine._asdict(),
+        **vars(machine),
         "micro_batch": local.batch_size,
         "accumulation": local.accumulation,
         "dispatch": backend(config.model, local.batch_size * config.model.context, dtype, gpu=not on_cpu),
         "memory": memory(config, machine, dtype, gpu=not on_cpu),
         **duration(config, machine),
-        "kernels_off": off,
+        "kernels_off": kernels_off(cpu, of_cpu) if here else None,
     }
 
 
 def tables(costs: dict[str, Any]) -> list[Table]:
     """Return three tables: one of the run, one of its memory in each layout, and one of its time and money."""
-    run = Table("run", "", box=box.SIMPLE)
-    for name in ("preset", "recipe", "config", "rule", "dispatch", "params_total", "params_active"):
-        if costs.get(name) is not None:
-            run.add_row(name, _show(costs[name]))
-    for part, count in costs["parameters"].items():
-        run.add_row(f"  {part}", _show(count))
-    for name in ("flops_per_token", "steps", "tokens_per_step", "tokens", "pool", "effective_pool"):
-        run.add_row(name, _show(costs[name]))
-    run.add_row("flops_total", f"{costs['flops_total']:.3e}")
-    by_layout = costs["memory"]
-    there = Table("GiB on a GPU", *(by_layout if len(by_layout) > 1 else [""]), box=box.SIMPLE)
-    for part in next(iter(by_layout.values())):
-        there.add_row(part, *(f"{parts[part] / 2**30:.2f}" for parts in by_layout.values()))
-    time = Table("time", "", box=box.SIMPLE)
-    for name in ("gpus", "micro_batch", "accumulation", "utilisation", "peak_tflops", "price_per_gpu_hour"):
-        time.add_row(name, _show(costs[name]))
-    time.add_row("tokens_per_second", f"{costs['tokens_per_second']:,.0f}")
-    time.add_row("duration", clock(3600 * costs["hours"]))
-    time.add_row("gpu_hours", f"{costs['gpu_hours']:,.1f}")
-    time.add_row("cost", f"{costs['cost']:,.2f}")
-    for table in (run, there, time):
-        for column in table.columns[1:]:
-            column.justify = "right"
-    return [run, there, time]
+
+    def lines(*names: str) -> list[tuple[str, ...]]:
+        return [(name, _show(costs[name])) for name in names]
+
+    start = ("preset", "recipe", "config", "rule", "dispatch", "params_total", "params_active")
+    run = lines(*(name for name in start if costs.get(name) is not None))
+    run += [(f"  {part}", _show(count)) for part, count in costs["parameters"].items()]
+    run += lines("flops_per_token", "steps", "tokens_per_step", "tokens", "pool", "effective_pool")
+    run += [("flops_total", f"{costs['flops_total']:.3e}")]
+    layouts = costs["memory"]
+    memory = [(part, *(f"{parts[part] / 2**30:.2f}" for parts in layouts.values())) for part in layouts["replicate"]]
+    time = lines("gpus", "micro_batch", "accumulation", "utilisation", "peak_tflops", "price_per_gpu_hour")
+    time += [
+        ("tokens_per_second", f"{costs['tokens_per_second']:,.0f}"),
+        ("duration", clock(3600 * costs["hours"])),
+        ("gpu_hours", f"{costs['gpu_hours']:,.1f}"),
+        ("cost", f"{costs['cost']:,.2f}"),
+    ]
+    heads = layouts if len(layouts) > 1 else [""]
+    return [table(["run", ""], run), table(["GiB on a GPU", *heads], memory), table(["time", ""], time)]
 
 
 def _show(value: object) -> str:

@@ -9,8 +9,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from ..analysis.figures.plot import log_ticks, panels
 from ..analysis.figures.style import METHODS, NARROW, Figure
@@ -23,6 +23,7 @@ from ..option import NonNegative, convert
 from ..routing import Rule, rule_name
 from ..runs import RunFolder
 from .options import parse_names
+from .tables import table
 
 FILE = "rates.json"
 
@@ -63,32 +64,24 @@ def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) ->
     }
 
 
-def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
+def rates_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return the table. results: records, keyed by the paths of their runs."""
-    names = (
-        "run",
-        "rate",
-        "routed experts per token",
-        "loss",
-        "bits per byte",
-        "active parameters",
-        "MFLOPs per token",
-    )
-    shown = Table(*names, caption="MFLOPs count the forward pass; the trained cutoffs come first")
-    for column in shown.columns[1:]:
-        column.justify = "right"
+    lines = []
     for path, found in results.items():
         for place, point in enumerate(found["points"]):
-            shown.add_row(
-                Text("" if place else path, overflow="fold"),
+            line = (
+                "" if place else escape(path),
                 "trained" if point["rate"] is None else f"{point['rate']:g}",
                 f"{point['fanout']:.3f}",
                 fixed(point["loss"], 4),
                 fixed(point["bits_per_byte"], 4),
                 f"{point['params_active']:,}",
                 f"{point['flops_per_token'] / 1e6:,.2f}",
-                end_section=place + 1 == len(found["points"]),
             )
+            lines.append(line)
+    what = ("rate", "routed experts per token", "loss", "bits per byte", "active parameters", "MFLOPs per token")
+    shown = table(["run", *what], lines)
+    shown.caption = "MFLOPs count the forward pass; the trained cutoffs come first"
     return shown
 
 

@@ -31,10 +31,10 @@ from ..integrations.retrofit import (
 )
 from ..option import Count, NonNegativeInt, Positive
 from ..routing import ExpertThreshold
-from ..train.device import keep_freed_memory, pick_device, pick_dtype
+from ..train.device import keep_freed_memory
 from ..train.interrupt import Interrupt
 from ..train.log import Display
-from .options import COMPUTE, STEP, Option, parse_all
+from .options import COMPUTE, STEP, Option, parse_all, picked_device
 
 OPTIONS = [
     Option("model", str, None, "Run or transformers folder, which is not changed.", positional=True, required=True),
@@ -66,9 +66,8 @@ def run(arguments: Sequence[str]) -> None:
     options = parse_all("et retrofit", DESCRIPTION, OPTIONS, arguments)
     to = Path(options["to"])
     require_free(to)
-    device = pick_device(options["device"])
     keep_freed_memory()
-    source = open_checkpoint(options["model"], options["step"], device, pick_dtype(options["dtype"], device))
+    source = open_checkpoint(options["model"], options["step"], *picked_device(options))
     fanout = source.rule.experts_per_token if options["experts_per_token"] is None else options["experts_per_token"]
     rule = threshold_rule(source.rule, float(fanout))
     corpus = open_source(options["data"], options["text_field"])

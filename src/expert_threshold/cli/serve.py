@@ -20,8 +20,7 @@ from ..option import Bounds, Count
 from ..runs import RunFolder, load_model
 from ..serve.worker import Limits, Worker
 from ..train.checks import require_few
-from ..train.device import pick_device, pick_dtype
-from .options import COMPUTE, STEP, Option, field_options, parse_all
+from .options import COMPUTE, STEP, Option, field_options, parse_all, picked_device
 
 API_KEY = "ET_API_KEY"
 
@@ -103,8 +102,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _open(path: str, step: int | None, options: Mapping[str, Any]) -> tuple[GPT, Engine]:
-    device = pick_device(options["device"])
-    model, tokenizer = load_model(path, step, device, pick_dtype(options["dtype"], device))
+    model, tokenizer = load_model(path, step, *picked_device(options))
     return model, Engine(model, tokenizer, slots=options["slots"], strict=options["strict"])
 
 

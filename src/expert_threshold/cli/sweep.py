@@ -12,7 +12,7 @@ from rich.console import Console
 from ..analysis.sentences import counted
 from ..compare.experiment import opened
 from ..compare.running import OF_EXPERTS
-from ..compare.sweep import SWEEP, Dimension, Space, Sweep, Tunable, require_optuna
+from ..compare.sweep import SWEEP, Dimension, Sweep, Tunable, require_optuna
 from ..compare.sweep_page import HEAD, best_rows, write_page
 from ..config import DEFAULT_PRESET, KINDS, RunConfig, by_path, kinds, nested
 from ..install import et
@@ -22,9 +22,10 @@ from ..recipes import methods as all_methods
 from ..routing import DENSE
 from ..train.device import keep_freed_memory
 from ..train.log import clock, say
-from .compare import chosen_methods, configure, console_for_tables, decided, leaves_open, table
+from .compare import chosen_methods, configure, decided, leaves_open
 from .options import SHORT, Option, flag_of
 from .run_options import Given, options_of_any_rule, parse_run, read_config_file, resolve_run, start_of
+from .tables import console_for_tables, table
 
 FACTOR = 8
 """By default, each learning rate is searched from its current value divided by this to its value multiplied by this."""
@@ -89,7 +90,7 @@ def run(arguments: Sequence[str]) -> None:
     methods = {name: tunable(given, name, configs[name], space) for name in names}
     keep_freed_memory()
     console = console_for_tables()
-    searched = " ".join(f"{name}={entry.text}" for name, entry in space.items())
+    searched = " ".join(f"{path}={values}" for path, values in space.items())
     with opened(out, "sweep", SWEEP) as folder:
         sweep = Sweep(folder, methods, start_of(given), searched, trials, seeds, minutes)
         sweep.begin(console)
@@ -134,12 +135,12 @@ def present_values(config: RunConfig, path: str) -> list[Any]:
     return [options[path], *rate]
 
 
-def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict[str, Dimension]:
-    """Parse --space entries into dimensions, keyed by path. Raises ValueError if an option cannot be searched."""
+def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict[str, str]:
+    """Return the values in --space entries, keyed by path. Raises ValueError if an option cannot be searched."""
     paths = {short: path for path, short in SHORT.items()}
     known = {path for path in KINDS if path.startswith(("model.", "optim."))}
     known |= {option.name for option in options_of_any_rule()}
-    space: dict[str, Dimension] = {}
+    space: dict[str, str] = {}
     for text in texts:
         typed, _, values = (part.strip() for part in text.partition("="))
         path = typed.replace("-", "_")
@@ -155,75 +156,65 @@ def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict
             raise ValueError(f"--space {text}: {path} is given twice; give it only once")
         if path in given:
             raise ValueError(f"{flag_of(path)} {given[path]}: --space searches {path}; leave one of them out")
-        rules = [method.rule for name in names if leaves_open(method := all_methods()[name], path)]
-        if path.startswith("rule.") and not rules:
+        if not any(leaves_open(all_methods()[name], path) for name in names):
             raise ValueError(f"--space {text}: {path} cannot be set for {', '.join(names)}; leave it out")
-        space[path] = read_entry(text, values, kinds(*rules[:1])[path])
+        space[path] = values
     return space
 
 
-def read_entry(text: str, values: str, kind: Any) -> Dimension:
-    """Parse the values to search for one option. Raises ValueError, quoting `text`, if there are fewer than two."""
+def read_values(text: str, kind: Any) -> Dimension:
+    """Parse the values to search for one option. Raises ValueError if there are fewer than two."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    if ".." not in values:
-        choices = values.split("|")
-        parsed = [_parsed(text, kind, choice) for choice in choices]
+    if ".." not in text:
+        choices = text.split("|")
+        parsed = [convert(kind, choice) for choice in choices]
         if len(parsed) < 2 or any(value in parsed[:place] for place, value in enumerate(parsed)):
-            raise ValueError(f"--space {text}: there is nothing to search; give two or more distinct values, as in A|B")
-        return Dimension(values, CategoricalDistribution(choices), dict(zip(choices, parsed, strict=True)))
-    bounds, _, scale = values.partition(":")
-    low, high = (_parsed(text, kind, bound) for bound in bounds.split("..", 1))
+            raise ValueError("there is nothing to search; give two or more distinct values, as in A|B")
+        return Dimension(text, CategoricalDistribution(choices), dict(zip(choices, parsed, strict=True)))
+    bounds, _, scale = text.partition(":")
+    low, high = (convert(kind, bound) for bound in bounds.split("..", 1))
     plain = {plain for plain, _ in alternatives(kind)}
     if not (isinstance(low, int | float) and isinstance(high, int | float)) or bool in plain:
-        raise ValueError(f"--space {text}: a range needs two numbers; write other values as A|B|C")
+        raise ValueError("a range needs two numbers; write other values as A|B|C")
     if scale not in ("", "log"):
-        raise ValueError(f"--space {text}: unknown scale {scale!r}; append :log, or nothing for a linear scale")
+        raise ValueError(f"unknown scale {scale!r}; append :log, or nothing for a linear scale")
     if not low < high:
-        raise ValueError(f"--space {text}: there is nothing to search, since {low:g} is not below {high:g}")
+        raise ValueError(f"there is nothing to search, since {low:g} is not below {high:g}")
     if scale == "log" and low <= 0:
-        raise ValueError(f"--space {text}: a logarithmic range must start above 0")
+        raise ValueError("a logarithmic range must start above 0")
     if float in plain:
-        return Dimension(values, FloatDistribution(low, high, log=scale == "log"))
-    return Dimension(values, IntDistribution(int(low), int(high), log=scale == "log"))
+        return Dimension(text, FloatDistribution(low, high, log=scale == "log"))
+    return Dimension(text, IntDistribution(int(low), int(high), log=scale == "log"))
 
 
-def _parsed(text: str, kind: Any, value: str) -> Any:
-    try:
-        return convert(kind, value)
-    except ValueError as error:
-        raise ValueError(f"--space {text}: {error}") from None
-
-
-def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable:
+def tunable(given: Given, name: str, config: RunConfig, space: Mapping[str, str]) -> Tunable:
     """Return a method with the dimensions that affect it. Raises ValueError if there are none.
 
     Also raises ValueError if the method rejects a choice or an end of a range while its other options are unchanged.
     """
     method = all_methods()[name]
-    given = {path: value for path, value in given.items() if not path.startswith("rule.") or leaves_open(method, path)}
-    own = {
-        path: read_entry(f"{path}={entry.text}", entry.text, kinds(method.rule)[path])
-        for path, entry in space.items()
-        if (leaves_open(method, path) if path.startswith("rule.") else method.rule != DENSE or path not in OF_EXPERTS)
-    }
-    if not own:
-        raise ValueError(f"--space searches no option of method {name}; add one, or leave {name} out")
+    given = {path: value for path, value in given.items() if leaves_open(method, path)}
 
     def configured(values: Mapping[str, Any]) -> RunConfig:
         return configure({**given, **values}, [name])[name]
 
-    for path, entry in own.items():
-        for end in entry.ends:
-            try:
+    own: dict[str, Dimension] = {}
+    present: dict[str, Any] = {}
+    for path, text in space.items():
+        if not leaves_open(method, path) or (method.rule == DENSE and path in OF_EXPERTS):
+            continue
+        try:
+            own[path] = entry = read_values(text, kinds(method.rule)[path])
+            for end in entry.ends:
                 configured({path: end})
-            except ValueError as error:
-                raise ValueError(f"--space {path}={entry.text}: {error}") from None
-    drawn = {
-        path: [draw for value in present_values(config, path) if (draw := entry.drawn(value)) is not None]
-        for path, entry in own.items()
-    }
-    present = {path: draws[0] for path, draws in drawn.items() if draws}
+        except ValueError as error:
+            raise ValueError(f"--space {path}={text}: {error}") from None
+        draws = (entry.drawn(value) for value in present_values(config, path))
+        if (draw := next((draw for draw in draws if draw is not None), None)) is not None:
+            present[path] = draw
+    if not own:
+        raise ValueError(f"--space searches no option of method {name}; add one, or leave {name} out")
     return Tunable(config, own, present, configured, partial(recommended, given, name))
 
 
