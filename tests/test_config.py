@@ -145,6 +145,8 @@ def test_another_rule_takes_only_the_layers_sizes_from_the_files_rule() -> None:
         ({"rule": {"name": None}}, r"rule.name: expected text, not None"),
         ({"rule": {"name": "best"}}, r"rule='best' is unknown; use one of dense, token_choice, "),
         ({"rule": {"name": "token_choice", "decay": 1}}, r"^rule.decay: rule token_choice has no such option"),
+        ({"rule": {"name": "dense", "pool": "batch"}}, r"^rule.pool: rule dense has no such option"),
+        ({"rule": {"name": "expert_threshold", "num_experts": [4]}}, r"^rule.num_experts: expected a whole number"),
     ],
 )
 def test_invalid_options_in_a_file_are_refused_by_name(file: dict[str, Any], message: str) -> None:

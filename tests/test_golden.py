@@ -6,9 +6,7 @@ If arithmetic changes on purpose, `PYTHONPATH=tests:tests/helpers python tests/t
 from __future__ import annotations
 
 import csv
-import io
 import json
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from cases import PIECES, TRAINED, et, small_config, small_model, write_run, write_text
+from cases import PIECES, TRAINED, et, said, small_config, small_model, write_run, write_text
 from expert_threshold.config import RUNS
 from expert_threshold.data import DataConfig
 from expert_threshold.optim import OptimConfig
@@ -99,10 +97,7 @@ def comparison(folder: Path) -> dict[str, list[float]]:
 
 
 def plan(arguments: list[str]) -> dict[str, Any]:
-    out = io.StringIO()
-    with redirect_stdout(out):
-        assert et("plan", *arguments, "--json") == 0
-    found = json.loads(out.getvalue())
+    found = json.loads(said("plan", *arguments, "--json"))
     return {key: found[key] for key in ("params_total", "params_active", "flops_per_token", "steps", "tokens")}
 
 

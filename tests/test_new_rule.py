@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from cases import et, write_text
+from cases import et, said, write_text
 from commands import Refused, lines, read, run_python
 from expert_threshold.cli.run_options import resolve_run
 from expert_threshold.routing import RULES
@@ -29,7 +29,6 @@ EXAMPLE = ROOT / "examples" / "new_rule"
 SIZES = "--layers 2 --d-model 32 --model.heads 2 --model.kv-heads 2 --model.d-expert 16 --vocab-size 270 --context 32"
 LOOP = "--eval-tokens 256 --batch-size 4 --sample-every none --log-every 2 --threads 1 --dtype float32"
 TINY = f"tiny {SIZES} --num-experts 4 --experts-per-token 1.5 {LOOP}"
-Say = Callable[[str], str]
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +74,9 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
+def say(line: str) -> str:
     """Return what a command prints."""
-
-    def say(line: str) -> str:
-        capsys.readouterr()
-        assert et(*shlex.split(line)) == 0
-        return capsys.readouterr().out
-
-    return say
+    return said(*shlex.split(line))
 
 
 def ps(run: Path) -> list[float]:
@@ -96,7 +88,7 @@ def same_weights(a: Path, b: Path) -> bool:
     return one.keys() == other.keys() and all(torch.equal(other[name], value) for name, value in one.items())
 
 
-def test_it_is_planned_and_its_options_are_helped_with_and_checked(say: Say, refused: Refused) -> None:
+def test_it_is_planned_and_its_options_are_helped_with_and_checked(refused: Refused) -> None:
     plan = json.loads(say(f"plan {TINY} --rule min_p --steps 6 --json"))
     assert plan["pool"] == 4 * 32  # which p is moved by
     assert plan["parameters"]["routed_experts"] == 4 * 2 * 16 * 32
@@ -111,7 +103,7 @@ def test_it_is_planned_and_its_options_are_helped_with_and_checked(say: Say, ref
         refused(["plan", "tiny", "--rule", *options.split()], words)
 
 
-def test_it_is_trained_resumed_and_begun_from(run: Path, corpus: Path, say: Say, tmp_path: Path) -> None:
+def test_it_is_trained_resumed_and_begun_from(run: Path, corpus: Path, tmp_path: Path) -> None:
     options = {"num_experts": 4, "experts_per_token": 1.5, "p_start": 0.5, "p_rate": 0.5}  # scaled to a short run
     assert RunFolder.open(run).section("rule") == {"name": "min_p"} | options
     assert len(set(ps(run))) == 3, "p does not move"
@@ -125,7 +117,7 @@ def test_it_is_trained_resumed_and_begun_from(run: Path, corpus: Path, say: Say,
     assert resolve_run({"init_from": str(run), "train.steps": 100}).model.rule.p_rate == 0.3
 
 
-def test_it_is_compared_and_swept(corpus: Path, say: Say, tmp_path: Path) -> None:
+def test_it_is_compared_and_swept(corpus: Path, tmp_path: Path) -> None:
     table = say(f"compare {TINY} --data {corpus} --rules min_p,dense --steps 4 --eval-every 4 --out {tmp_path / 'a'}")
     assert re.search(r"^ min_p ", table, re.MULTILINE), table
     pytest.importorskip("optuna", reason="needs the extra sweep")
@@ -134,7 +126,7 @@ def test_it_is_compared_and_swept(corpus: Path, say: Say, tmp_path: Path) -> Non
     assert read(tmp_path / "b" / "min_p" / "best.json")["rule"]["name"] == "min_p"
 
 
-def test_it_is_evaluated_and_generated_from_and_has_no_cutoffs(run: Path, say: Say, refused: Refused) -> None:
+def test_it_is_evaluated_and_generated_from_and_has_no_cutoffs(run: Path, refused: Refused) -> None:
     [found] = json.loads(say(f"evaluate {run} --eval-tokens 256 --dtype float32 --json"))
     assert found["validation"]["loss"] == lines(run / "metrics.jsonl")[-1]["loss"]
     greedy = f"generate {run} --prompt the --max-tokens 6 --temperature 0"
@@ -161,7 +153,7 @@ def test_it_is_served(run: Path) -> None:
     assert 0 < sum(layer["gates"]) <= 1.00001
 
 
-def test_it_is_exported_imported_and_analyzed(run: Path, say: Say, drawn: None, tmp_path: Path) -> None:
+def test_it_is_exported_imported_and_analyzed(run: Path, drawn: None, tmp_path: Path) -> None:
     say(f"export {run} --to {tmp_path / 'hf'}")
     assert re.search("min[-_]p", (tmp_path / "hf" / "README.md").read_text())
     say(f"import {tmp_path / 'hf'} --out {tmp_path / 'again'}")

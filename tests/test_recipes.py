@@ -12,9 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import et
-from commands import Refused
-from expert_threshold.cli.run_options import parse_run, resolve_run
+from cases import resolved, said
 from expert_threshold.config import RUNS, RunConfig, resolve, scaled_optim
 from expert_threshold.model import TRUNKS
 from expert_threshold.optim import NANOCHAT, RELEASE, TUNED, make_optimizers
@@ -173,15 +171,10 @@ def test_a_decay_remembers_the_same_share_of_a_run() -> None:
 
 
 def test_flags_go_before_the_recipe_and_its_preset_is_the_papers() -> None:
-    given = parse_run(
-        "et train", "", [], ["--recipe", "d20_expert_threshold", "--rule.decay", "0.95", "--matrix-lr", "0.01"]
-    )
-    config = resolve_run(given)
+    config = resolved("--recipe d20_expert_threshold --rule.decay 0.95 --matrix-lr 0.01")
     assert config.model.layers == 20
     assert (config.model.rule.decay, config.optim.matrix_lr) == (0.95, 0.01)
-    small = resolve_run(
-        parse_run("et train", "", [], ["quickstart", "--recipe", "d20_expert_threshold", "--data", "x.txt"])
-    )
+    small = resolved("quickstart --recipe d20_expert_threshold --data x.txt")
     assert (small.model.layers, small.data.source) == (4, "x.txt")
     assert resolve("quickstart", recipe="expert_threshold").data.source == "embedded"
 
@@ -189,10 +182,10 @@ def test_flags_go_before_the_recipe_and_its_preset_is_the_papers() -> None:
 def test_a_file_goes_before_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "options.json"
     file.write_text('{"rule": {"name": "expert_choice"}, "train": {"steps": 9}}')
-    config = resolve_run(parse_run("et train", "", [], ["tiny", "--recipe", "expert_threshold", "--config", str(file)]))
+    config = resolved(f"tiny --recipe expert_threshold --config {file}")
     assert isinstance(config.model.rule, ExpertChoice)
     assert config.train.steps == 9
-    assert resolve_run({"preset": "tiny", "config": str(file), "tokens": 20_480}).train.steps == 10
+    assert resolved(f"tiny --config {file} --tokens 20480").train.steps == 10
 
 
 def test_a_budget_without_a_recipe_scales_the_presets_intervals() -> None:
@@ -201,11 +194,9 @@ def test_a_budget_without_a_recipe_scales_the_presets_intervals() -> None:
     assert (half.steps, half.eval_every, half.checkpoint_every) == (base.steps // 2, 125, 500)
 
 
-def test_et_recipes_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert et("recipes") == 0
-    table = capsys.readouterr().out
-    assert et("recipes", "--json") == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+def test_et_recipes_lists_them_all() -> None:
+    table = said("recipes")
+    rows = {row["name"]: row for row in json.loads(said("recipes", "--json"))}
     assert rows.keys() == RECIPES.keys()
     for name in RECIPES:
         assert name in table
@@ -213,27 +204,3 @@ def test_et_recipes_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in table
     assert rows["expert_threshold"]["pool"] == 512 * K
     assert rows["expert_threshold"]["paper"]["cross_entropy"] == 2.844
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--recipe expert_treshold", "did you mean expert_threshold?"),
-        ("tiny --tokens 2047", "tokens=2047 is less than one batch of 2048 tokens"),
-        ("tiny --tokens 9999 --steps 3", "set the length"),
-        ("tiny --rule.warmup-steps 101", "rule.warmup_steps=101 is longer than the run of 100 steps"),
-        ("tiny --optim.adamw-warmup-steps 101", "optim.adamw_warmup_steps=101 is longer than the run of 100 steps"),
-        (
-            "--recipe expert_threshold --steps 100 --rule.warmup-steps 4000",
-            "warmup_steps=4000 is longer than the run of 100",
-        ),
-        ("--recipe expert_choice_8k tiny --batch-size 6", "pool=512 does not divide the batch of 6 × 128"),
-        ("tiny --rule expert_choice --rule.pool 100", "pool=100 does not divide the batch of 16 × 128"),
-    ],
-)
-@pytest.mark.parametrize("command", ["plan", "train"])
-def test_what_cannot_be_trained_is_refused(
-    command: str, options: str, message: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    refused([command, *options.split()], message)

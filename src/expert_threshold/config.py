@@ -14,8 +14,8 @@ from .data.public import FINEWEB_EDU
 from .model import PRESETS, GPTConfig
 from .optim import OptimConfig
 from .option import convert, did_you_mean, kinds_of
-from .recipes import RECIPES, in_proportion, intervals
-from .routing import DENSE, RULES, Rule, option_names, require_option, rule_from_dict
+from .recipes import CHECKPOINT_EVERY, EVAL_EVERY, EVAL_TOKENS, PAPER_TOKENS, RECIPES
+from .routing import DENSE, PAPER_STEPS, RULES, Rule, option_names, require_option, rule_from_dict
 from .train import TrainConfig
 
 Options = Mapping[str, Any]
@@ -225,7 +225,8 @@ def scheduled(base: Options, given: Options, context: int, tokens: int | None, o
 
     Other intervals are in proportion to the paper's intervals or, with a budget, to the intervals of `base`.
     """
-    options = {**base, **given}
+    options, of = {**base, **given}, base["steps"]
+    every = {name: value for name, value in base.items() if name.endswith("_every")}
     per_step = options["batch_size"] * options.get("accumulation", 1) * context
     if tokens is not None:
         if "steps" in given:
@@ -233,11 +234,12 @@ def scheduled(base: Options, given: Options, context: int, tokens: int | None, o
         if tokens < per_step:
             raise ValueError(f"tokens={tokens} is less than one batch of {per_step} tokens; use at least that many")
         options["steps"] = tokens // per_step
+    steps = options["steps"]
     if of_paper:
-        options |= intervals(options["steps"], per_step)
-    elif tokens is not None:
-        every = {name: value for name, value in base.items() if name.endswith("_every")}
-        options |= in_proportion(every, options["steps"], base["steps"])
+        every, of = {"eval_every": EVAL_EVERY, "checkpoint_every": CHECKPOINT_EVERY}, PAPER_STEPS
+        options["eval_tokens"] = max(round(EVAL_TOKENS * steps * per_step / PAPER_TOKENS), per_step)
+    if of_paper or tokens is not None:  # longer runs keep the intervals
+        options |= {name: max(1, min(value, round(value * steps / of))) for name, value in every.items()}
     return TrainConfig(**{**options, **given})
 
 

@@ -16,7 +16,7 @@ Options = Mapping[str, Any]
 PAPER_TOKENS = PAPER_STEPS * 524_288
 EVAL_EVERY, CHECKPOINT_EVERY = 250, 1000
 EVAL_TOKENS = 10_485_760
-"""Number of tokens per validation, as in the release. The paper does not state it."""
+"""Number of tokens per validation in a run of PAPER_TOKENS, as in the release. The paper does not state it."""
 
 
 class Method(NamedTuple):
@@ -193,18 +193,6 @@ class Recipe:
         if "decay" in options:
             options["decay"] = scaled_decay(options["decay"], steps)
         return options
-
-
-def in_proportion(every: Mapping[str, int], steps: int, of: int) -> dict[str, int]:
-    """Scale intervals for a run of `of` steps to a run of `steps`. Longer runs keep the intervals."""
-    return {name: max(1, min(value, round(value * steps / of))) for name, value in every.items()}
-
-
-def intervals(steps: int, tokens_per_step: int) -> dict[str, int]:
-    """Return the number of steps between validations and between checkpoints, and of tokens in a validation."""
-    every = in_proportion({"eval_every": EVAL_EVERY, "checkpoint_every": CHECKPOINT_EVERY}, steps, PAPER_STEPS)
-    eval_tokens = round(EVAL_TOKENS * steps * tokens_per_step / PAPER_TOKENS)
-    return every | {"eval_tokens": max(eval_tokens, tokens_per_step)}
 
 
 def _changes(config: OptimConfig) -> Options:

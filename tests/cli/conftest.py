@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import RULES, et, small_model, write_run, write_text
+from cases import RULES, et, small_model, write_bundle, write_run, write_text
 from commands import Options
 
 TEXT = "the cat sat on a mat and saw another cat by the old river where all the other cats lived "
@@ -55,3 +55,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("dense", "token_choice", "expert_choice", "expert_threshold"):
         write_run(folder / name, small_model(RULES[name]), text=text)
     return folder
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """The questions of two tasks."""
+    copy = [{"context": f"cat {i}", "continuation": f"cat {i}"} for i in range(5)]
+    animals = [{"query": "the cat sat on", "choices": ["a mat", "xylophone"], "gold": i % 2} for i in range(4)]
+    tasks = {"copy": ("language_modeling", 1, 0, copy), "animals": ("multiple_choice", 0, 50, animals)}
+    return write_bundle(tmp_path / "bundle", tasks)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import et
+from cases import et, said
 from commands import Refused
 from expert_threshold.data import embedded
 
@@ -19,10 +19,9 @@ def little_text(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
     monkeypatch.setattr(embedded, "documents", lambda: ([], [("a.py", words), ("a.py#docstrings", words)]))
 
 
-def test_a_run_is_audited_in_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_audited_in_one_line(run: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    assert et("audit", run, "--tokens", 200, "--page", page) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = said("audit", run, "--tokens", 200, "--page", page).splitlines()
     assert line.startswith(f"{run}: causal: ")
     assert "2 layers of 16 experts" in line
     assert f"<h1>{run}: causal</h1>" in page.read_text()
@@ -46,8 +45,7 @@ def test_an_export_is_audited_with_padding(
     other = tmp_path / "other.txt"
     other.write_text("0123456789 " * 99)
     capsys.readouterr()
-    assert et("audit", tmp_path / "export", "--tokens", 200, "--text", text, "--text", other, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(said("audit", tmp_path / "export", "--tokens", 200, "--text", text, "--text", other, "--json"))
     assert all(check["positions"] for check in found["checks"])
     assert [list(layer["load"]) for layer in found["layers"]] == [[str(text), str(other)]] * 2
     assert found["layers"][0]["information"] > 0

@@ -41,6 +41,10 @@ COMMANDS = {
     "export": ("export", "RUN", "--to", "NEW"),
     "upcycle": ("upcycle", "RUN", "--to", "NEW"),
 }
+READERS = COMMANDS | {
+    "init": ("train", "tiny", "--init-from", "RUN", "--out", "NEW"),
+    "calibrate": ("calibrate", "RUN", "--to", "NEW"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -129,26 +133,37 @@ def test_a_dead_expert_without_a_number_is_reported(evaluated: Path, tmp_path: P
         )
 
 
-def test_a_damaged_file_is_named_by_export(evaluated: Path, copy: Path, refused: Refused, tmp_path: Path) -> None:
-    export = ["export", copy, "--to", tmp_path / "new"]
-    for name, path, value in (
-        ("config.json", "train", []),
-        ("config.json", "train.batch_size", "x"),
-        ("config.json", "data", []),
-        ("config.json", "data.source", 5),
-        ("evaluation.json", "core", []),
-        ("evaluation.json", "core", {"tasks": {"t": 5}}),
-        ("evaluation.json", "validation", 5),
-        ("evaluation.json", "validation.loss", "x"),
-    ):
-        with edit(copy / name) as record:
-            put(record, path, value)
-        refused(export, str(copy / name))
-        shutil.copy(evaluated / name, copy / name)
+@pytest.mark.parametrize(
+    ("command", "name", "path", "value"),
+    [
+        *((command, "config.json", "model.d_model", "x") for command in READERS),
+        ("generate", "config.json", "model", 5),
+        ("resume", "config.json", "rule", None),
+        ("export", "config.json", "train", []),
+        ("export", "config.json", "train.batch_size", "x"),
+        ("export", "config.json", "data", []),
+        ("export", "config.json", "data.source", 5),
+        ("export", "evaluation.json", "core", []),
+        ("export", "evaluation.json", "core", {"tasks": {"t": 5}}),
+        ("export", "evaluation.json", "validation", 5),
+        ("export", "evaluation.json", "validation.loss", "x"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_the_name_of_its_file(
+    command: str, name: str, path: str, value: Any, copy: Path, refused: Refused, tmp_path: Path
+) -> None:
+    with edit(copy / name) as record:
+        put(record, path, value)
+    given = {"RUN": copy, "NEW": tmp_path / "new"}
+    line = refused([given.get(word, word) for word in READERS[command]], str(copy / name))
+    assert path.partition(".")[2] in line or command == "export"
+
+
+def test_a_loss_of_another_kind_is_refused_by_export(copy: Path, refused: Refused, tmp_path: Path) -> None:
     (copy / "evaluation.json").unlink()
     records = [record | {"loss": "x"} for record in lines(copy / "metrics.jsonl") if record["split"] == "validation"]
     write_lines(copy / "metrics.jsonl", records)
-    refused(export, f"{copy / 'metrics.jsonl'} is damaged")
+    refused(["export", copy, "--to", tmp_path / "new"], f"{copy / 'metrics.jsonl'} is damaged")
 
 
 def test_a_damaged_loss_is_named_before_anything_is_drawn(copy: Path) -> None:

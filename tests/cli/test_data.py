@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from cases import et, write_bundle, write_shards
+from cases import et, said, write_bundle, write_shards
 from commands import Options, Refused, lines, write_lines
 from expert_threshold.data import Tokenizer, open_source, public
 from expert_threshold.data.public import VARIABLE
@@ -60,18 +60,16 @@ def small() -> Options:
 
 
 def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
-    world: None, cache: Path, small: Options, refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: None, cache: Path, small: Options, refused: Refused, tmp_path: Path
 ) -> None:
-    assert et("data", "fineweb-edu", "--shards", 2) == 0
-    assert "3 shards" in capsys.readouterr().out
+    assert "3 shards" in said("data", "fineweb-edu", "--shards", 2)
     assert not (cache / "fineweb-edu" / ".lock").exists()
     assert et("data", "tokenizer", "--vocab-size", 270, "--characters", 1000) == 0
     beside = Tokenizer.load(cache / "fineweb-edu" / "tokenizer.json")
     expected = Tokenizer.train(open_source("fineweb-edu").beginning(1000), 270)
     assert beside.hash == expected.hash
-    assert et("data", "tokenize", "--out", tmp_path / "tokens") == 0
-    said = capsys.readouterr().out
-    assert f"next: et train --data {tmp_path / 'tokens'} --vocab-size 270" in said
+    tokenized = said("data", "tokenize", "--out", tmp_path / "tokens")
+    assert f"next: et train --data {tmp_path / 'tokens'} --vocab-size 270" in tokenized
     losses = []
     for name, source in (("text", "fineweb-edu"), ("tokens", tmp_path / "tokens")):
         run = tmp_path / "runs" / name
@@ -129,12 +127,9 @@ def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_i
     refused([*train, tmp_path / "twice.parquet"], "several columns data.text_field='text'")
 
 
-def test_a_data_set_of_the_hub_is_downloaded_into_a_folder_to_train_on(
-    world: None, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert et("data", "hub", "someone/text") == 0
+def test_a_data_set_of_the_hub_is_downloaded_into_a_folder_to_train_on(world: None, cache: Path) -> None:
     folder = cache / "hub" / "someone" / "text"
-    assert f"et train --data {folder}" in capsys.readouterr().out
+    assert f"et train --data {folder}" in said("data", "hub", "someone/text")
     assert open_source(str(folder)).bytes > 0
 
 
@@ -148,17 +143,12 @@ def test_damaged_shards_are_refused_by_name(small: Options, refused: Refused, tm
         refused(command, f"{damaged} is damaged")
 
 
-def test_the_eval_bundle_is_found_by_evaluate(
-    world: None, cache: Path, small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert et("data", "core") == 0
-    assert f"1 tasks in {cache / 'core'}" in capsys.readouterr().out
+def test_the_eval_bundle_is_found_by_evaluate(world: None, cache: Path, small: Options, tmp_path: Path) -> None:
+    assert f"1 tasks in {cache / 'core'}" in said("data", "core")
     text, run = write_lines(tmp_path / "text.jsonl", [{"text": text} for text in TEXTS]), tmp_path / "run"
     assert et("train", *small, "--steps", 1, "--data", text, "--out", run) == 0
-    assert et("evaluate", run, "--no-validation") == 0
-    assert "capitals" in capsys.readouterr().out
-    assert et("evaluate", run, "--bundle", "none", "--eval-tokens", 32) == 0
-    assert "capitals" not in capsys.readouterr().out
+    assert "capitals" in said("evaluate", run, "--no-validation")
+    assert "capitals" not in said("evaluate", run, "--bundle", "none", "--eval-tokens", 32)
 
 
 def test_what_cannot_be_done_is_refused(

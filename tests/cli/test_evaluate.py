@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cases import et, write_bundle
+from cases import et, said
 from commands import Options, Refused, edit, lines, write_lines
 from commands import read as read_json
 from expert_threshold.cli import evaluate as command
@@ -39,14 +39,6 @@ def runs(run: Path, choice: Path, tmp_path: Path) -> Path:
     """Runs "threshold" and "choice"."""
     shutil.copytree(choice, tmp_path / "runs" / "choice")
     return Path(shutil.copytree(run, tmp_path / "runs" / "threshold")).parent
-
-
-@pytest.fixture
-def bundle(tmp_path: Path) -> Path:
-    copy = [{"context": f"cat {i}", "continuation": f"cat {i}"} for i in range(5)]
-    animals = [{"query": "the cat sat on", "choices": ["a mat", "xylophone"], "gold": i % 2} for i in range(4)]
-    tasks = {"copy": ("language_modeling", 1, 0, copy), "animals": ("multiple_choice", 0, 50, animals)}
-    return write_bundle(tmp_path / "bundle", tasks)
 
 
 def read(run: Path) -> Any:
@@ -165,15 +157,14 @@ def test_a_missing_bundle_is_reported_with_the_command_to_get_it(
 
 
 def test_an_evaluation_of_less_takes_nothing_from_one_of_more(
-    runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One task left CORE unknown, fewer questions replaced those of all, other baselines dropped the other tasks."""
     run = runs / "threshold"
     evaluate = ["evaluate", run, "--bundle", bundle, "--no-validation", "--json"]
 
     def core(*options: object) -> Any:
-        assert et(*evaluate, *options) == 0
-        found = json.loads(capsys.readouterr().out)[0]
+        found = json.loads(said(*evaluate, *options))[0]
         assert found["run"] == str(run)
         assert "validation" not in found
         return found["core"]
@@ -222,13 +213,12 @@ def test_a_task_is_evaluated_again_after_its_prompt_format_changes(
 
 
 def test_a_text_called_validation_stands_beside_the_run_s_own(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "validation").mkdir()
     (tmp_path / "validation" / "text.txt").write_text("the cat sat on the mat " * 50)
-    assert et("evaluate", runs / "threshold", "--data", "validation", "--data", tmp_path / "validation") == 0
-    printed = capsys.readouterr().out
+    printed = said("evaluate", runs / "threshold", "--data", "validation", "--data", tmp_path / "validation")
     losses = re.findall(r"│ (\S+) loss +│ +(\d\.\d+)", printed)
     assert [name for name, _ in losses] == ["validation", f"{tmp_path.name}/validation"]
     assert losses[0][1] != losses[1][1]
@@ -264,8 +254,7 @@ def test_a_core_belongs_to_one_bundle_and_its_tasks(
     both = read(run)["core"]
     monkeypatch.setattr(results, "evaluate_task", None)  # a task that both have is known
     capsys.readouterr()
-    assert et("evaluate", run, "--bundle", one, "--no-validation", "--json") == 0
-    single = json.loads(capsys.readouterr().out)[0]["core"]
+    single = json.loads(said("evaluate", run, "--bundle", one, "--no-validation", "--json"))[0]["core"]
     assert single["tasks"].keys() == {"copy"}
     assert single["metric"] == pytest.approx(single["tasks"]["copy"]["centred"])
     assert read(run)["core"] == both
@@ -326,40 +315,6 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
         assert result["tasks"]["agi_eval_lsat_ar"]["centred"] == centred(0.5, baseline)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["threshold", "--bundle", "nowhere"], "nowhere is not an eval bundle: core.yaml is missing"),
-        (["threshold", "--bundle", "bundle", "--tasks", "animal"], "did you mean animals?"),
-        (["threshold", "--bundle", "bundle", "--max-per-task", 1], "copy shows 1 solved examples"),
-        (["threshold", "--bundle", "bundle", "--max-per-task", 0], "--max-per-task: expected a whole number"),
-        (["threshold", "--eval-tokens", 0], "--eval-tokens: expected a whole number of at least 1 or none, not 0"),
-        (["threshold", "--tasks", "copy"], "--tasks copy has no effect without --bundle"),
-        (["threshold", "--no-validation"], "--no-validation"),
-        (
-            ["threshold", "--no-validation", "--bundle", "bundle", "--eval-tokens", 5],
-            "has no effect without --validation",
-        ),
-        (["threshold", "--text-field", "body"], "--text-field body has no effect without --data"),
-        (["threshold", "--harness-path", "bundle"], "--harness-path bundle has no effect without --harness"),
-        (["threshold", "--data", "bundle/nothing.txt"], "nothing.txt does not exist"),
-        (["threshold", "--data", "bundle/eval_data/copy.jsonl"], "line 1 has no text in text_field='text'"),
-        (["threshold", "--step", 7], "no checkpoint of step 7"),
-        (["nothing"], "no such run folder"),
-        (["threshold", "bare"], "has no checkpoint yet"),
-        ([], "arguments are required: RUN"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(
-    options: Options, message: str, runs: Path, bundle: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bundle.rename(runs / "bundle")
-    shutil.copytree(runs / "threshold", runs / "bare")
-    shutil.rmtree(runs / "bare" / "checkpoints")
-    monkeypatch.chdir(runs)
-    refused(["evaluate", *options], message)
-
-
 def test_a_run_whose_text_has_changed_is_gone_or_unknown_is_refused_with_the_remedy(
     copy: Path, text: Path, refused: Refused, tmp_path: Path
 ) -> None:
@@ -372,6 +327,8 @@ def test_a_run_whose_text_has_changed_is_gone_or_unknown_is_refused_with_the_rem
     own.unlink()
     for options in ([], ["--rates", "1"]):
         refused(["evaluate", copy, *options], f"{copy}: ", f"({own} does not exist", "; restore it, or ")
+    shutil.copytree(copy, tmp_path / "bare", ignore=shutil.ignore_patterns("checkpoints"))
+    refused(["evaluate", tmp_path / "bare"], "has no checkpoint yet")
     with edit(copy / "config.json") as config:
         del config["corpus"], config["data"]  # as of an imported model
     refused(["evaluate", copy], "the validation text is not recorded", "--no-validation", "--data")

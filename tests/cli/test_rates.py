@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import et
+from cases import et, said
 from commands import Refused, read
 from expert_threshold.cli import rates
 from expert_threshold.data import open_source, pack
@@ -26,13 +26,10 @@ def runs(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("rule", ["expert_choice", "expert_threshold"])
-def test_rates_give_the_loss_at_each_of_them_as_table_json_and_figure(
-    rule: str, runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rates_give_the_loss_at_each_of_them_as_table_json_and_figure(rule: str, runs: Path) -> None:
     pytest.importorskip("matplotlib", reason="figures need the extra viz")
     run = runs / rule
-    assert et("evaluate", run, "--rates", "0,0.5,2,4", "--dtype", "float32") == 0
-    printed = capsys.readouterr().out
+    printed = said("evaluate", run, "--rates", "0,0.5,2,4", "--dtype", "float32")
     found = read(run / "rates.json")
     assert (run / "rates.png").read_bytes().startswith(b"\x89PNG")
     assert not (run / "evaluation.json").exists()
@@ -57,13 +54,10 @@ def test_rates_give_the_loss_at_each_of_them_as_table_json_and_figure(
     assert points[4]["params_active"] == all_of_them
 
 
-def test_several_runs_share_one_table_and_the_figure_of_the_first(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_runs_share_one_table_and_the_figure_of_the_first(runs: Path) -> None:
     pytest.importorskip("matplotlib", reason="figures need the extra viz")
     both = [runs / "expert_choice", runs / "expert_threshold"]
-    assert et("evaluate", *both, "--rates", "1,1", "--json") == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = json.loads(said("evaluate", *both, "--rates", "1,1", "--json"))
     assert [found["run"] for found in printed] == ["expert_choice", "expert_threshold"]
     assert [point["rate"] for point in printed[0]["points"]] == [None, 1]
     assert printed == [read(run / "rates.json") for run in both]
@@ -98,23 +92,3 @@ def test_results_at_a_rate_are_kept_apart_from_those_as_trained(runs: Path, caps
     assert dialled["rate"] == 4
     assert dialled["validation"]["loss"] != json.loads(trained)["validation"]["loss"]
     assert f"{dialled['validation']['loss']:.4f}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("token_choice", ["--rates", "1"], "--rates 1: {run} was trained with token_choice, which has no cutoffs"),
-        ("dense", ["--rates", "1"], "--rates 1: {run} was trained with dense, which has no cutoffs"),
-        ("dense", ["--rate", "1"], "--rate 1: {run} was trained with dense, which has no cutoffs"),
-        ("expert_choice", ["--rates", "1,x"], "--rates 1,x: expected a number of at least 0, not x"),
-        ("expert_choice", ["--rates", "1,-1"], "--rates 1,-1: expected a number of at least 0, not -1"),
-        ("expert_choice", ["--rates", "1,5"], "rate=5.0 must be between 0 and num_experts=4"),
-        ("expert_choice", ["--rates=1", "--rate=1"], "--rates 1 measures only the validation loss; leave --rate out"),
-        ("expert_choice", ["--rates=1", "--bundle=x"], "--rates 1 measures only the validation loss; leave --bundle"),
-        ("expert_choice", ["--rates=1", "--max-per-task=3"], "leave --max-per-task out"),
-    ],
-)
-def test_rates_that_there_are_not_are_refused(
-    name: str, options: list[str], message: str, runs: Path, refused: Refused
-) -> None:
-    refused(["evaluate", runs / name, *options], message.format(run=runs / name))

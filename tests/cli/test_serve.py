@@ -70,28 +70,6 @@ def test_a_host_that_is_allowed_already_is_named_once(path: Path) -> None:
     assert list(seen["hosts"]) == ["127.0.0.1", "localhost", "::1", "lab.example"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--max-queue", "0"], "--max-queue: expected a whole number of at least 1, not 0; see et serve --help"),
-        (["--slots", "0"], "--slots: expected a whole number of at least 1, not 0"),
-        (["--port", "65536"], "--port: expected a whole number of at least 0 and at most 65535, not 65536"),
-        (["--threads", "0"], "--threads: expected a whole number of at least 1 or none, not 0"),
-        (["--threads", "1000000"], "threads=1000000"),
-        (["--max-body-seconds", "0"], "--max-body-seconds: expected a number above 0, not 0"),
-        (["--host", "192.0.2.1"], "--host 192.0.2.1 is not an address of this machine"),
-        (["--host", "nowhere.invalid"], "--host nowhere.invalid is unknown"),
-        (["--host", "a" * 70], f"--host {'a' * 70} is unknown"),
-        (["--public-host", "https://a.b/"], "--public-host https://a.b/ must be a plain host name"),
-        (["--cors", "example.org"], "--cors example.org must be an origin, such as https://example.org"),
-        (["--api-key", "key "], "--api-key or ET_API_KEY must be printable ASCII without spaces"),
-        (["--host", "0.0.0.0", "--compare", "other"], "add --explorer"),
-    ],
-)
-def test_nonsense_is_refused(options: list[str], message: str, path: Path, refused: Refused) -> None:
-    refused(["serve", path, *options], message)
-
-
 def test_missing_packages_are_reported_with_the_command_to_install_them(
     refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,10 +13,9 @@ from unittest import mock
 import pytest
 import torch
 
-from cases import et
-from commands import Options, Refused, content, edit, put
+from cases import et, resolved, said
+from commands import Options, Refused, content, edit
 from expert_threshold.cli import train as train_command
-from expert_threshold.cli.run_options import parse_run, resolve_run
 from expert_threshold.config import RunConfig, resolve
 from expert_threshold.moe import BACKENDS
 from expert_threshold.routing import ExpertThreshold, TokenChoice
@@ -39,20 +38,6 @@ def test_a_run_of_some_minutes_has_the_steps_that_fit(
     assert config["train"]["steps"] == round(6 / 0.5 * SHARE_OF_STEPS)
     assert config["rule"]["warmup_steps"] == config["train"]["steps"] // 5  # of the run as it became
     assert config["time"] == {"minutes": 0.1, "decisions": []}
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        (["--minutes", 0], ["--minutes: expected"]),
-        (["--minutes", 1, "--steps", 3], ["train.steps=3 and minutes=1.0"]),
-        (["--threads", 100_000], ["threads=100000", "at most"]),
-    ],
-)
-def test_a_run_that_cannot_train_is_refused_and_nothing_is_made(
-    options: Options, parts: list[str], small: Options, refused: Refused, tmp_path: Path
-) -> None:
-    refused(["train", *small, *options, "--out", tmp_path / "run"], *parts)
 
 
 def test_training_prints_its_plan_and_the_next_command(
@@ -135,16 +120,11 @@ def test_a_run_without_its_checkpoints_is_not_trained_again(copy: Path, refused:
     assert content(copy)[LAST]
 
 
-def test_a_resumed_run_reports_that_it_keeps_its_threads(
-    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert et("train", "--resume", copy) == 0
-    assert "as before" not in capsys.readouterr().out
+def test_a_resumed_run_reports_that_it_keeps_its_threads(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "as before" not in said("train", "--resume", copy)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    assert et("train", "--resume", copy) == 0
-    assert "using 1 thread as before" in capsys.readouterr().out
-    assert et("train", "--resume", copy, "--threads", 1) == 0
-    assert "as before" not in capsys.readouterr().out
+    assert "using 1 thread as before" in said("train", "--resume", copy)
+    assert "as before" not in said("train", "--resume", copy, "--threads", 1)
 
 
 def test_a_run_begins_with_another_ones_model(text: Path, run: Path, tmp_path: Path) -> None:
@@ -162,15 +142,14 @@ def test_a_run_begun_from_another_has_warmup_and_decay_of_its_own_length(tmp_pat
     first = tmp_path / "first"
     RunFolder.create(first).write_config(resolve("d12").to_dict())
 
-    def rule(*arguments: object) -> ExpertThreshold:
-        given = parse_run("et train", "", train_command.OPTIONS, list(map(str, [*arguments, "--init-from", first])))
-        return resolve_run(given).model.rule  # type: ignore[return-value]
+    def rule(options: str = "") -> ExpertThreshold:
+        return resolved(f"--init-from {first} --steps 500 {options}").model.rule  # type: ignore[return-value]
 
-    fresh = rule("--steps", 500)
+    fresh = rule()
     assert (fresh.warmup_steps, fresh.decay, fresh.estimator) == (100, 0.9619, "mean")
-    assert rule("--steps", 500, "--rule.warmup-steps", 30, "--rule.decay", 0.5).warmup_steps == 30
+    assert rule("--rule.warmup-steps 30 --rule.decay 0.5").warmup_steps == 30
     with pytest.raises(ValueError, match="warmup_steps=600 is longer than the run of 500 steps"):
-        rule("--steps", 500, "--rule.warmup-steps", 600)
+        rule("--rule.warmup-steps 600")
 
 
 def test_the_folder_of_a_run_is_named_after_preset_and_rule(
@@ -179,52 +158,6 @@ def test_the_folder_of_a_run_is_named_after_preset_and_rule(
     monkeypatch.chdir(tmp_path)
     assert et("train", *small, "--steps", 1, "--rule", "dense") == 0
     assert (tmp_path / "runs" / "tiny-dense" / "config.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("command", "parts"),
-    [
-        ("train --out RUN", ["--out", "already exists", "--resume"]),
-        ("train --resume RUN --steps 1", ["steps=1"]),
-        ("train --resume RUN --steps 9 --minutes 1", ["steps=9 and minutes=1.0"]),
-        ("train d12 --resume RUN", ["PRESET d12", "leave it out"]),
-        ("train --resume RUN --rule dense", ["--rule dense", "leave it out"]),
-        ("train --resume RUN --recipe expert_threshold", ["--recipe expert_threshold", "leave it out"]),
-        ("train --resume RUN --out x", ["--out x", "leave it out"]),
-        ("train --resume RUN --no-rule.debias", ["--no-rule.debias", "leave it out"]),
-        ("train --init-from RUN --layers 5 --out x --data TEXT", ["layers=5", "--init-from"]),
-        (f"generate RUN --prompt {'the-cat-' * 99}", ["prompt", "shorten it"]),
-    ],
-)
-def test_what_does_not_fit_a_run_is_refused_and_the_run_unharmed(
-    command: str, parts: list[str], copy: Path, text: Path, refused: Refused, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    given = {"RUN": copy, "TEXT": text}
-    refused([given.get(word, word) for word in command.split()], *parts)
-
-
-READERS = [
-    "generate RUN", "train --resume RUN", "train tiny --init-from RUN --out new", "calibrate RUN --to new",
-    "upcycle RUN --to new",
-]  # fmt: skip
-DAMAGE: list[tuple[str, str, object, list[str]]] = [
-    ("generate RUN", "model", 5, ["section 'model'"]),
-    ("train --resume RUN", "rule", None, ["rule"]),
-    *((command, "model.d_model", "x", ["copy/config.json: ", "d_model"]) for command in READERS),
-]
-
-
-@pytest.mark.parametrize(("command", "path", "value", "words"), DAMAGE)
-def test_a_damaged_option_is_named_with_its_file_which_is_left_as_it_is(
-    command: str, path: str, value: object, words: list[str], copy: Path, refused: Refused, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    with edit(copy / "config.json") as config:
-        put(config, path, value)
-    refused([copy if word == "RUN" else word for word in command.split()], *words)
 
 
 def test_an_export_with_a_damaged_option_is_not_imported(run: Path, refused: Refused, tmp_path: Path) -> None:
@@ -276,9 +209,7 @@ def test_a_dispatch_that_cannot_run_here_is_refused_before_anything_is_written(
     ],
 )
 def test_ranks_that_give_a_rule_smaller_pools_are_told(rule: str, accumulation: int, told: bool) -> None:
-    config = resolve_run(
-        parse_run("et train", "", [], ["tiny", "--rule", *rule.split(), f"--accumulation={accumulation}"])
-    )
+    config = resolved(f"tiny --rule {rule} --accumulation {accumulation}")
     said = train_command.introduce(config, mock.Mock(world_size=2))
     assert ("uses pools of 1,024 tokens on each rank, not 2,048 as in a single process" in said) == told
     assert "on each rank" not in train_command.introduce(config, None)

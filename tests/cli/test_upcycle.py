@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import et, small_model, write_run, write_text
-from commands import Refused, content, lines
+from cases import et, small_model, write_text
+from commands import content, lines
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.model.upcycle import upcycle, upcycled_config
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, Rule, TokenChoice
@@ -116,16 +116,3 @@ def test_a_dense_run_is_upcycled_and_trained_on(tmp_path: Path) -> None:
     trained = load_model(moe_run)[0]
     assert all(moe.experts.down.any() for _, moe in trained.moe_layers())
     trained.set_rate(2)
-
-
-def test_an_invalid_upcycling_is_refused(refused: Refused, tmp_path: Path) -> None:
-    write_run(tmp_path / "experts", small_model())
-    write_run(tmp_path / "dense", dense())
-    for run, options, message in (
-        ("experts", [], f"{tmp_path / 'experts'} already has experts"),
-        ("dense", ["--to", tmp_path / "experts"], f"--to {tmp_path / 'experts'} already exists"),
-        ("dense", ["--num-experts", "0"], "rule.num_experts"),
-        ("dense", ["--d-expert", "7"], "d_expert=7 must divide d_feed_forward=64"),
-    ):
-        to = [] if "--to" in options else ["--to", tmp_path / "new"]
-        refused(["upcycle", tmp_path / run, *to, *options], message)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,9 @@ from pyarrow import parquet
 from torch import Tensor
 
 from commands import write_lines
-from expert_threshold.cli import main
+from expert_threshold.cli import main, train
+from expert_threshold.cli.run_options import parse_run, resolve_run
+from expert_threshold.config import RunConfig
 from expert_threshold.data import Tokenizer, open_source
 from expert_threshold.model import GPT, TRUNKS, GPTConfig
 from expert_threshold.moe.backends.static import on_hopper
@@ -79,6 +82,18 @@ def covering(cases: Iterable[Options], size: int = 2) -> list[Options]:
 def et(*arguments: object) -> int:
     """Run a command in this process and return its exit code."""
     return main([str(argument) for argument in arguments])
+
+
+def said(*arguments: object) -> str:
+    """Run a command, which must succeed, and return what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert et(*arguments) == 0
+    return printed.getvalue()
+
+
+def resolved(line: str) -> RunConfig:
+    """Return the run that the options in `line` describe."""
+    return resolve_run(parse_run("et train", "", train.OPTIONS, line.split()))
 
 
 # Models and run folders.
@@ -188,7 +203,7 @@ def step(model: GPT, tokens: Tensor, targets: Tensor, forward: Callable[..., obj
     return loss
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
     """Whatever makes the host wait for the device raises RuntimeError."""
     try:

@@ -35,12 +35,7 @@ OPTIONS = [
     Option("text_field", str, "text", "Name of the field (.jsonl) or column (.parquet) of --data with the text."),
     Option("tokens", Count, 262_144, "Number of tokens to calibrate on, rounded up to whole batches."),
     Option("batch_size", Count, 64, "Sequences per batch. The k-th largest score is measured in each batch."),
-    Option(
-        "experts_per_token",
-        float | None,
-        None,
-        "Mean number of routed experts per token to calibrate for. Defaults to the trained number.",
-    ),
+    Option("experts_per_token", float | None, None, "Mean routed experts per token. Defaults to the trained number."),
     Option("eval_tokens", Count | None, None, "Maximum number of tokens to measure the loss on. Defaults to all."),
     STEP,
     Option("seed", NonNegativeInt, 0, "Seed for selecting and ordering the rows of the text."),

@@ -68,12 +68,7 @@ def flag_of(name: str) -> str:
     return "--" + SHORT.get(name, name).replace("_", "-")
 
 
-RATE = Option(
-    "rate",
-    float | None,
-    None,
-    "Mean number of routed experts per token, from 0 to all. Defaults to the trained number.",
-)
+RATE = Option("rate", float | None, None, "Mean routed experts per token, 0 to all. Defaults to the trained number.")
 # Options of every command that reads a checkpoint, and of every command that computes.
 STEP = Option("step", NonNegativeInt | None, None, "Step of the checkpoint to use. Defaults to the last one.")
 COMPUTE = [

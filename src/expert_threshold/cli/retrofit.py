@@ -135,21 +135,27 @@ class Job(NamedTuple):
 
     def do(self, rule: ExpertThreshold) -> tuple[Any, list[Sums], dict[str, Sums]]:
         """Return the new model, the sums for each static k′, and the sums for variable fanout, keyed by name."""
-        source, cutoffs = self.source, self.options["cutoffs"]
+        source = self.source
         model, first = source.with_rule(rule), self.sample("calibrating", source.model)
         fanouts = [share * rule.experts_per_token for share in (0.25, 0.5, 0.75, 1, 1.5)]
         fanouts = [fanout for fanout in fanouts if fanout <= rule.num_experts]
+
+        def calibrated(way: Cutoffs, measured: Sample) -> Calibrator:
+            calibrator = Calibrator.of(way, source, measured.norms)
+            calibrator.set(model, measured.scores)
+            return calibrator
+
         variable: dict[str, Sums] = {}
         for way in get_args(Cutoffs):
-            Calibrator.of(way, source, first.norms).set(model, first.scores)
-            variable |= {f"{way} at {at:g}": self.at(at, f"{way} at {at:g}", model) for at in fanouts}
-        static = [self.at(0, "no experts", model)]
+            calibrated(way, first)
+            variable |= self.at(fanouts, way, model)
+        static = [*self.at([0], "no experts", model).values()]
         most = source.rule.num_experts * source.rule.groups_per_token // source.rule.num_groups
         for k in range(1, min(2 * source.rule.experts_per_token, most) + 1):
             with at_top(source.model, source.rule, k):
                 static.append(self.measure(f"top {k}", source.model))
-        calibrator = Calibrator.of(cutoffs, source, first.norms)
-        calibrator.set(model, first.scores)
+        cutoffs = self.options["cutoffs"]
+        calibrator = calibrated(cutoffs, first)
         for seed, stage in enumerate(("routers", "all"), start=1):
             if steps := self.options[f"distill_{stage}"]:
                 distill(
@@ -164,11 +170,8 @@ class Job(NamedTuple):
                     progress=self.display.task(f"distilling {stage}"),
                     stop=lambda: self.interrupt.requested,
                 )
-                again = self.sample("calibrating again", model)
-                calibrator = Calibrator.of(cutoffs, source, again.norms)
-                calibrator.set(model, again.scores)
-                named = f"{cutoffs}, distilled {stage}"
-                variable |= {f"{named} at {at:g}": self.at(at, f"{named} at {at:g}", model) for at in fanouts}
+                calibrator = calibrated(cutoffs, self.sample("calibrating again", model))
+                variable |= self.at(fanouts, f"{cutoffs}, distilled {stage}", model)
         return model, static, variable
 
     def batches(self, seed: int) -> Loader:
@@ -179,10 +182,14 @@ class Job(NamedTuple):
         shown = self.display.task(what)
         return sample(model, islice(self.batches(0), count), lambda done: self.go_on(shown, done, count))
 
-    def at(self, fanout: float, name: str, model: Any) -> Sums:
-        for router in routers(model).values():
-            router.rate = fanout
-        found = self.measure(name, model)
+    def at(self, fanouts: Sequence[float], what: str, model: Any) -> dict[str, Sums]:
+        """Return a model's sums at each mean fanout, keyed by name."""
+        found = {}
+        for fanout in fanouts:
+            for router in routers(model).values():
+                router.rate = fanout
+            name = f"{what} at {fanout:g}"
+            found[name] = self.measure(name, model)
         for router in routers(model).values():
             router.rate = None
         return found
