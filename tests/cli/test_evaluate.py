@@ -19,7 +19,7 @@ from commands import Options, Refused, edit, lines, write_lines
 from commands import read as read_json
 from expert_threshold.cli import evaluate as command
 from expert_threshold.data import open_held_out, pack
-from expert_threshold.evaluation import centred, evaluate, evaluate_task, read_results, results
+from expert_threshold.evaluation import centred, evaluate, read_results, results
 from expert_threshold.runs import RunFolder, load_model
 from expert_threshold.train.log import Display
 
@@ -68,7 +68,9 @@ def test_runs_stand_side_by_side_and_each_gets_its_file(
         assert result["core"]["metric"] == pytest.approx(sum(task["centred"] for task in tasks.values()) / 2)
 
 
-def test_saved_results_are_not_measured_again(runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_results_are_measured_again_only_for_other_questions_or_prompts(
+    runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, asked = runs / "choice", list[str]()
     ask = results.evaluate_task
 
@@ -91,6 +93,12 @@ def test_saved_results_are_not_measured_again(runs: Path, bundle: Path, monkeypa
     assert asked[3:] == ["copy"]
     assert read(run)["core"] == before["core"]  # of more questions
     assert read(run)["validation"] == before["validation"]
+    yaml = (bundle / "core.yaml").read_text()
+    for shots in ("[2]", "[2], continuation_delimiter: '-'"):  # whose old score was once reported
+        (bundle / "core.yaml").write_text(yaml.replace("num_fewshot: [1]", f"num_fewshot: {shots}"))
+        for _ in range(2):
+            assert et("evaluate", run, "--bundle", bundle, "--tasks", "copy") == 0
+    assert asked[4:] == ["copy", "copy"]
 
 
 def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
@@ -136,11 +144,9 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
     capsys.readouterr()
 
 
-def test_a_loss_of_other_tokens_is_measured_by_itself(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    counts = []
-    for eval_tokens in ("none", 64, "none"):
-        assert et("evaluate", copy, "--json", "--eval-tokens", eval_tokens) == 0
-        counts.append(json.loads(capsys.readouterr().out)[0]["validation"]["tokens"])
+def test_a_loss_of_other_tokens_is_measured_by_itself(copy: Path) -> None:
+    evaluate = ["evaluate", copy, "--json", "--eval-tokens"]
+    counts = [json.loads(said(*evaluate, most))[0]["validation"]["tokens"] for most in ("none", 64, "none")]
     assert counts[1] < counts[0] == counts[2]
 
 
@@ -193,25 +199,6 @@ def test_an_evaluation_of_less_takes_nothing_from_one_of_more(
     assert read(run)["core"]["tasks"] == moved["tasks"]
 
 
-def test_a_task_is_evaluated_again_after_its_prompt_format_changes(
-    runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: the old score was reported with the new number of examples."""
-    evaluate = ["evaluate", runs / "threshold", "--bundle", bundle, "--no-validation", "--tasks", "copy"]
-    asked = []
-
-    def count(task: Any, *arguments: Any, **options: Any) -> Any:
-        asked.append((task.shots, task.delimiter))
-        return evaluate_task(task, *arguments, **options)
-
-    monkeypatch.setattr(results, "evaluate_task", count)
-    yaml = (bundle / "core.yaml").read_text()
-    for shots in ("[1]", "[1]", "[2]", "[2], continuation_delimiter: '-'"):
-        (bundle / "core.yaml").write_text(yaml.replace("num_fewshot: [1]", f"num_fewshot: {shots}"))
-        assert et(*evaluate) == 0
-    assert len(asked) == len(set(asked)) == 3
-
-
 def test_a_text_called_validation_stands_beside_the_run_s_own(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +230,7 @@ def test_harness_tasks_keep_the_saved_results_of_others(runs: Path) -> None:
 
 
 def test_a_core_belongs_to_one_bundle_and_its_tasks(
-    runs: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the CORE of a second bundle, with one task, was shown with both bundles' tasks, also on a card."""
     run = runs / "threshold"
@@ -253,25 +240,20 @@ def test_a_core_belongs_to_one_bundle_and_its_tasks(
     assert et("evaluate", run, "--bundle", bundle, "--no-validation") == 0
     both = read(run)["core"]
     monkeypatch.setattr(results, "evaluate_task", None)  # a task that both have is known
-    capsys.readouterr()
     single = json.loads(said("evaluate", run, "--bundle", one, "--no-validation", "--json"))[0]["core"]
     assert single["tasks"].keys() == {"copy"}
     assert single["metric"] == pytest.approx(single["tasks"]["copy"]["centred"])
     assert read(run)["core"] == both
 
 
-def test_results_of_other_steps_and_dtypes_are_kept(
-    runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_of_other_steps_and_dtypes_are_kept(runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: an evaluation of another checkpoint, or in another dtype, replaced them."""
     run = runs / "threshold"
     cases = [(4, "float32"), (2, "float32"), (4, "bfloat16")]
 
     def evaluated() -> list[Any]:
-        capsys.readouterr()
-        for step, dtype in cases:
-            assert et("evaluate", run, "--bundle", bundle, "--step", step, "--dtype", dtype, "--json") == 0
-        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        evaluate = ["evaluate", run, "--bundle", bundle, "--json"]
+        return [json.loads(said(*evaluate, "--step", step, "--dtype", dtype)) for step, dtype in cases]
 
     first = evaluated()
     saved = read(run)

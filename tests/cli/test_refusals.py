@@ -36,6 +36,8 @@ REFUSED = {
     "train --resume missing": "missing … no such run folder",
     "train --init-from missing": "missing … no such run folder",
     "train --data missing": "missing … does not exist",
+    "train --data ~no-such-user/text": "~no-such-user",
+    "evaluate ~no-such-user/run": "~no-such-user",
     "generate": "arguments are required: RUN … see et generate --help",
     "generate missing": "missing … no such run folder",
     "train --d-model 31": "model.d_model=31 cannot be divided into heads … a multiple of that",

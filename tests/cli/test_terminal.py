@@ -56,11 +56,6 @@ def test_without_a_home_folder_another_cache_is_asked_for(line: str, homeless: N
     refused(line.split(), f"set {VARIABLE} to another cache folder")
 
 
-@pytest.mark.parametrize("line", ["train --data ~no-such-user/text", "evaluate ~no-such-user/run"])
-def test_a_home_folder_of_nobody_does_not_exist(line: str, refused: Refused) -> None:
-    refused(line.split(), "~no-such-user")
-
-
 def test_without_a_temporary_folder_one_is_asked_for(
     refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
