@@ -22,11 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from cases import TEXT
+from cases import TEXT, write_shards
 from expert_threshold import full_run
 from expert_threshold.cli import analyze, calibrate, compare, generate, main, plan, retrofit, train
 from expert_threshold.cli import sweep as sweep_command
@@ -172,9 +170,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text * 9)
-    (folder / "FOLDER").mkdir()
-    for name in ("a.parquet", "b.parquet"):
-        pq.write_table(pa.table({"text": [TEXT * 20] * 9}), folder / "FOLDER" / name)
+    write_shards(folder / "FOLDER", [TEXT * 20] * 18, 2)
     monkeypatch.chdir(folder)
 
     texts = [(f"{number}.py", f"# {number}\n" + TEXT * 20) for number in range(20)]

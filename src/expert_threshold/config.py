@@ -37,6 +37,7 @@ class Preset:
     recipe: str | None = None
 
 
+PAPER_EVERY: Options = {"eval_every": EVAL_EVERY, "checkpoint_every": CHECKPOINT_EVERY}
 # All but the smallest train on 54 tokens per active parameter, like d12.
 RUNS: dict[str, Preset] = {
     "tiny": Preset(train={"steps": 100, "batch_size": 16, "eval_every": 50}),
@@ -46,13 +47,11 @@ RUNS: dict[str, Preset] = {
         optim={"matrix_lr": 0.012, "embed_lr": 0.08},
         recipe="tuned",
     ),
-    "d4": Preset(train={"steps": 6_000, "batch_size": 128, "eval_every": 250, "checkpoint_every": 1000}),
-    "d6": Preset(train={"steps": 10_000, "batch_size": 128, "eval_every": 250, "checkpoint_every": 1000}),
-    "d8": Preset(train={"steps": 10_000, "batch_size": 256, "eval_every": 250, "checkpoint_every": 1000}),
-    "d12": Preset(train={"steps": 19_073, "batch_size": 256, "eval_every": 250, "checkpoint_every": 1000}),
-    "d20": Preset(
-        train={"steps": 21_362, "batch_size": 128, "accumulation": 2, "eval_every": 250, "checkpoint_every": 1000}
-    ),
+    "d4": Preset(train={"steps": 6_000, "batch_size": 128, **PAPER_EVERY}),
+    "d6": Preset(train={"steps": 10_000, "batch_size": 128, **PAPER_EVERY}),
+    "d8": Preset(train={"steps": 10_000, "batch_size": 256, **PAPER_EVERY}),
+    "d12": Preset(train={"steps": 19_073, "batch_size": 256, **PAPER_EVERY}),
+    "d20": Preset(train={"steps": 21_362, "batch_size": 128, "accumulation": 2, **PAPER_EVERY}),
 }
 DEFAULT_PRESET = "quickstart"
 DEFAULT_RULE = "expert_threshold"
@@ -236,7 +235,7 @@ def scheduled(base: Options, given: Options, context: int, tokens: int | None, o
         options["steps"] = tokens // per_step
     steps = options["steps"]
     if of_paper:
-        every, of = {"eval_every": EVAL_EVERY, "checkpoint_every": CHECKPOINT_EVERY}, PAPER_STEPS
+        every, of = PAPER_EVERY, PAPER_STEPS
         options["eval_tokens"] = max(round(EVAL_TOKENS * steps * per_step / PAPER_TOKENS), per_step)
     if of_paper or tokens is not None:  # longer runs keep the intervals
         options |= {name: max(1, min(value, round(value * steps / of))) for name, value in every.items()}

@@ -161,15 +161,13 @@ class Recipe:
     optim: Options = field(default_factory=dict)
     rates: Mapping[str, Rate] = field(default_factory=dict)
 
-    @property
-    def balances_by_loss(self) -> bool:
-        """Whether an auxiliary loss balances loads. It sees one micro-batch, so the pool sets the micro-batch size."""
-        return self.rule.get("balance") == "aux"
-
     def options_of_batch(self, batch_size: int, accumulation: int) -> Options:
-        """Return options that divide a step of `batch_size * accumulation` sequences into micro-batches."""
+        """Return options that divide a step of `batch_size * accumulation` sequences into micro-batches.
+
+        An auxiliary loss sees one micro-batch, so the pool sets its size.
+        """
         whole = batch_size * accumulation
-        if not self.balances_by_loss or self.pool is None or whole % min(self.pool, whole):
+        if self.rule.get("balance") != "aux" or self.pool is None or whole % min(self.pool, whole):
             return {}
         return {"batch_size": min(self.pool, whole), "accumulation": whole // min(self.pool, whole)}
 

@@ -1,4 +1,4 @@
-"""What is typed, and what the one line has to say: the option or the file, and what to do about it."""
+"""Command lines that are refused in one line, which names the option or the file and says what to do about it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from commands import Refused
 
 REFUSED = {
-    # What is typed.
+    # Options of any command.
     "": "no command was given … et --help",
     "tarin": "unknown command tarin … did you mean train?",
     "xyz": "unknown command xyz … choose from train, plan, generate",
@@ -187,9 +187,9 @@ REFUSED = {
     "serve MADE/dense --api-key 'key '": "--api-key or ET_API_KEY must be printable ASCII without spaces",
     "serve MADE/dense --host 0.0.0.0 --compare other": "add --explorer",
 }
-"""SMALL stands for the options of a small run. … separates the parts of the line."""
-PLACES = {"RUN": "copy", "TEXT": "text", "MADE": "made", "BUNDLE": "bundle"}
-"""The fixture of the path that each of these words stands for."""
+"""What is typed, and what is reported; … separates parts of the line."""
+PLACES = {"SMALL": "small", "RUN": "copy", "TEXT": "text", "MADE": "made", "BUNDLE": "bundle"}
+"""The fixture that each of these words stands for."""
 NEEDS = {"serve": "uvicorn", "sweep": "optuna"}
 
 
@@ -200,11 +200,9 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_harms_nothing(
     if package := NEEDS.get(typed.partition(" ")[0]):
         pytest.importorskip(package, reason=f"{package} is not installed")
     monkeypatch.chdir(tmp_path)
-    arguments: list[object] = []
-    for word in shlex.split(typed):
-        place, slash, rest = word.partition("/")
-        if word == "SMALL":
-            arguments += [*request.getfixturevalue("small"), "--steps", 4]
-        else:
-            arguments.append(f"{request.getfixturevalue(PLACES[place])}{slash}{rest}" if place in PLACES else word)
-    refused(arguments, *REFUSED[typed].split(" … "))
+    line = typed
+    for place, fixture in PLACES.items():
+        if place in typed:
+            found = request.getfixturevalue(fixture)
+            line = line.replace(place, " ".join(map(str, found)) if isinstance(found, list) else str(found))
+    refused(shlex.split(line), *REFUSED[typed].split(" … "))
