@@ -279,7 +279,10 @@ def test_a_plan_of_a_file_alone_claims_no_preset(run: Path) -> None:
     found = plan("--config", str(run / "config.json"))
     assert "preset" not in found
     assert found["config"] == str(run / "config.json")
-    assert "quickstart" not in said("plan", "--config", run / "config.json")
+    shown = said("plan", "--config", run / "config.json")
+    assert "quickstart" not in shown
+    assert "params_total" in shown  # beside a path of any length
+    assert str(run / "config.json") in "".join(shown.split())
 
 
 def test_a_narrow_model_has_one_head() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..config import RunConfig
@@ -92,4 +93,4 @@ def tables(costs: dict[str, Any]) -> list[Table]:
 
 
 def _show(value: object) -> str:
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else escape(str(value))
