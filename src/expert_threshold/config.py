@@ -225,7 +225,7 @@ def scheduled(base: Options, given: Options, context: int, tokens: int | None, o
     Other intervals are in proportion to the paper's intervals or, with a budget, to the intervals of `base`.
     """
     options, of = {**base, **given}, base["steps"]
-    every = {name: value for name, value in base.items() if name.endswith("_every")}
+    every: Options = {name: value for name, value in base.items() if name.endswith("_every")}
     per_step = options["batch_size"] * options.get("accumulation", 1) * context
     if tokens is not None:
         if "steps" in given:

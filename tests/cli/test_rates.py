@@ -72,14 +72,14 @@ def test_without_matplotlib_nothing_is_measured(runs: Path, refused: Refused, mo
     refused(["evaluate", runs / "expert_choice", "--rates", "1"], "pip install")
 
 
-def test_losses_that_are_no_numbers_are_shown_and_drawn(runs: Path, tmp_path: Path) -> None:
+def test_losses_that_are_no_numbers_are_shown_and_drawn(runs: Path) -> None:
     pytest.importorskip("matplotlib", reason="figures need the extra viz")
     folder = RunFolder.open(runs / "expert_choice")
     point = Point(None, 1.0, (1.0,), math.nan, math.nan, 8, 100, 1000)
     found = rates.record(folder, 1, ExpertChoice(4), [point, point._replace(rate=0.5)])
     json.dumps(found, allow_nan=False)
     assert rates.rates_table({"run": found}).row_count == 2
-    rates.draw({"run": found}, tmp_path / "figure")
+    rates.draw_dial({"run": found})
 
 
 def test_results_at_a_rate_are_kept_apart_from_those_as_trained(runs: Path) -> None:

@@ -36,12 +36,6 @@ def leaves_open(method: Method, path: str) -> bool:
     return section != "rule" or (option in option_names(method.rule) and option not in method.options)
 
 
-def _description() -> str:
-    return "Train several methods with the same budget, data order and seeds, and compare their losses.\n\n" + (
-        "\n\n".join(f"{name}: {method.summary}." for name, method in methods().items())
-    )
-
-
 PAPER, ALL = "paper", "all"
 OPTIONS = [
     Option(
@@ -88,7 +82,9 @@ def decided() -> set[str]:
 
 def run(arguments: Sequence[str]) -> None:
     """Train the unfinished runs and print the tables."""
-    given = parse_run("et compare", _description(), OPTIONS, arguments, without=decided())
+    about = "Train several methods with the same budget, data order and seeds, and compare their losses."
+    description = "\n\n".join([about, *(f"{name}: {method.summary}." for name, method in methods().items())])
+    given = parse_run("et compare", description, OPTIONS, arguments, without=decided())
     if "join" in given:
         _join(given)
         return

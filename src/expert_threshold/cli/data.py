@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ..analysis.sentences import short
-from ..data import Corpus, Tokenizer, open_source
+from ..data import Tokenizer, open_source
 from ..data.files import find
 from ..data.public import (
     CORE,
@@ -96,7 +96,7 @@ def _core(given: Given, display: Display) -> str:
 
 def _tokenizer(given: Given, display: Display) -> str:
     require_vocab_size(given["vocab_size"])
-    corpus = _open(given)
+    corpus = open_source(given["source"], given["text_field"])
     if given["out"] is None and _beside(given).is_file():
         raise ValueError(f"--out is required because {given['source']} is not a folder; choose the file to create")
     out = Path(given["out"] or _beside(given) / TOKENIZER)
@@ -114,7 +114,7 @@ def _tokenizer(given: Given, display: Display) -> str:
 
 
 def _tokenize(given: Given, display: Display) -> str:
-    corpus = _open(given)
+    corpus = open_source(given["source"], given["text_field"])
     if corpus.parts is None or corpus.tokenized:
         raise ValueError(f"{corpus.name} is not a folder of Parquet shards; only shards can be tokenized in advance")
     tokenizer = Tokenizer.load(given["tokenizer"]) if given["tokenizer"] else corpus.tokenizer
@@ -130,10 +130,6 @@ def _tokenize(given: Given, display: Display) -> str:
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     train = f"{et()} train --data {shlex.quote(str(out))} --vocab-size {tokenizer.vocab_size}"
     return f"{short(size)} bytes in {out}\nnext: {train}"
-
-
-def _open(given: Given) -> Corpus:
-    return open_source(given["source"], given["text_field"])
 
 
 def _beside(given: Given) -> Path:

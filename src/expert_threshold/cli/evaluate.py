@@ -7,12 +7,14 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
 from ..analysis.figures.style import style
+from ..analysis.page import save_figure
 from ..data import Corpus, DataConfig, Tokenizer, open_held_out, open_source, pack
 from ..data.domains import CODE
 from ..data.public import core_bundle
@@ -157,7 +159,7 @@ def _dial(options: Mapping[str, Any]) -> None:
     else:
         Console().print(rates.rates_table(results))
     figure = Path(options["run"][0]) / "rates"
-    rates.draw(results, figure)
+    save_figure(partial(rates.draw_dial, results), figure)
     print(f"figure: {figure}.png and .svg", file=sys.stderr)
 
 

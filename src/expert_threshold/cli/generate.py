@@ -30,12 +30,16 @@ OPTIONS = [
 def run(arguments: Sequence[str]) -> None:
     """Print the continuation, token by token."""
     options = parse_all("et generate", "Continue a text with a trained model.", OPTIONS, arguments)
-    _require_utf8(options["prompt"])
+    prompt = options["prompt"]
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"--prompt {prompt!a} is not UTF-8; encode it as UTF-8") from None
     model, tokenizer = load_model(options["run"], options["step"], *picked_device(options))
     steps = generate(
         model,
         tokenizer,
-        options["prompt"],
+        prompt,
         max_tokens=options["max_tokens"],
         temperature=options["temperature"],
         top_k=options["top_k"],
@@ -46,21 +50,14 @@ def run(arguments: Sequence[str]) -> None:
     )
     shown = printable if sys.stdout.isatty() else str
     if not options["show_routing"]:
-        print(shown(options["prompt"]), end="", flush=True)
+        print(shown(prompt), end="", flush=True)
         for step in steps:
             print(shown(step.text), end="", flush=True)
         print()
         return
     console = Console(highlight=False, soft_wrap=True)
     console.print(LEGEND)
-    console.print(Segments([Segment(shown(options["prompt"]))]), end="")
+    console.print(Segments([Segment(shown(prompt))]), end="")
     for step in steps:
         console.print(Segments([render_routing(step._replace(text=shown(step.text)))]), end="")
     console.print()
-
-
-def _require_utf8(prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"--prompt {prompt!a} is not UTF-8; encode it as UTF-8") from None

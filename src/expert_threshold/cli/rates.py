@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -14,7 +12,6 @@ from rich.table import Table
 
 from ..analysis.figures.plot import log_ticks, panels
 from ..analysis.figures.style import METHODS, NARROW, Figure
-from ..analysis.page import save_figure
 from ..analysis.plain import array, plain
 from ..analysis.sentences import fixed
 from ..evaluation import Point
@@ -83,11 +80,6 @@ def rates_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
     shown = table(["run", *what], lines)
     shown.caption = "MFLOPs count the forward pass; the trained cutoffs come first"
     return shown
-
-
-def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Write the figure. Raises ValueError if matplotlib is missing."""
-    save_figure(partial(draw_dial, results), path)
 
 
 def draw_dial(results: Mapping[str, Mapping[str, Any]]) -> Figure:

@@ -106,7 +106,9 @@ def _failure(error: BaseException) -> Failure:
 def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[RunFolder]) -> None:
     """Train, and append the run's folder to `folders` as soon as it is known."""
     given = parse_run("et train", "Train a language model into a run folder, or resume one.", OPTIONS, arguments)
-    _require_one_length(given)
+    lengths = [f"{path}={given[path]}" for path in ("train.steps", "tokens", "minutes") if given.get(path) is not None]
+    if len(lengths) > 1:
+        raise ValueError(f"{' and '.join(lengths)} each set the length of the run; use only one of them")
     if "init_from" in given:
         given["init_from"] = from_main(rendezvous, lambda: run_folder(given["init_from"]))
     processes = given.pop("nproc", None)
@@ -120,7 +122,10 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
     is_main = rendezvous is None or rendezvous.rank == 0
     console = RunConsole(quiet=not is_main)
     out = given["resume"] if "resume" in given else given.get("out", _default_out(given))
-    again = from_main(rendezvous, lambda: _is_restarted(out, rendezvous))
+    made = f"made {out}"
+    again = False  # whether the launcher restarted the ranks after a failure, and the run had started and so can resume
+    if rendezvous is not None:
+        again = from_main(rendezvous, lambda: rendezvous.is_marked(made) and Path(out, "config.json").is_file())
     if "resume" in given or again:
         folder = RunFolder.open(out)
         folders.append(folder)
@@ -141,7 +146,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         folder = RunFolder(Path(from_main(rendezvous, lambda: str(RunFolder.create(out).path))))
         folders.append(folder)
         if rendezvous is not None:
-            rendezvous.mark(_made(out))
+            rendezvous.mark(made)
         try:
             if minutes is not None:
                 console.print("measuring the speed of this machine", highlight=False)
@@ -158,15 +163,6 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         say(console, conclude(folder, result))
 
 
-def _is_restarted(out: str, rendezvous: Rendezvous | None) -> bool:
-    """Return True if the launcher restarted the ranks after a failure, and the run had started and so can resume."""
-    return rendezvous is not None and rendezvous.is_marked(_made(out)) and Path(out, "config.json").is_file()
-
-
-def _made(out: str) -> str:
-    return f"made {out}"
-
-
 def _default_out(given: dict[str, Any]) -> str:
     name = given.get("recipe") or rule_name(resolve_run(given).model.rule)
     return f"runs/{preset_of(given)}-{name}"
@@ -180,12 +176,6 @@ def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> 
     code = launch([*program(), "train", *arguments], processes)
     if code:
         raise SystemExit(code)
-
-
-def _require_one_length(given: dict[str, Any]) -> None:
-    lengths = [f"{path}={given[path]}" for path in ("train.steps", "tokens", "minutes") if given.get(path) is not None]
-    if len(lengths) > 1:
-        raise ValueError(f"{' and '.join(lengths)} each set the length of the run; use only one of them")
 
 
 def _config_of(folder: RunFolder) -> RunConfig:
