@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..analysis.sentences import fixed, short
+from ..analysis.sentences import fixed, pool_size, short
 from ..config import resolve
 from ..plan import costs
 from ..recipes import RECIPES
@@ -73,7 +73,4 @@ def _table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
 
 
 def _size(tokens: int | None) -> str:
-    """Format a number of tokens as in the paper, where 2k means 2,048."""
-    if tokens is None:
-        return "–"
-    return f"{tokens / 1e6:.0f}M" if tokens >= 10_000_000 else f"{tokens >> 10}k" if tokens >= 1024 else str(tokens)
+    return "–" if tokens is None else short(tokens) if tokens >= 10_000_000 else pool_size(tokens)
