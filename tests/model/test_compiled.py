@@ -74,6 +74,7 @@ CASES = [
             ("other options, grouped", OTHER_OPTIONS | {"dispatch": "grouped"}),
             ("other options, static", OTHER_OPTIONS | {"dispatch": "static"}),
             ("trunk", TRUNK),
+            ("bfloat16 and checkpointing", {"dtype": torch.bfloat16}),
         )
     ),
 ]
@@ -82,15 +83,16 @@ CASES = [
 @pytest.mark.parametrize(("rule", "options"), CASES)
 def test_the_whole_model_is_one_graph_whatever_the_loads(rule: Rule | None, options: dict[str, Any]) -> None:
     model, again = tiny(rule, **options), tiny(rule, **options)
+    narrow = model.compute_dtype == torch.bfloat16
+    model.activation_checkpointing = again.activation_checkpointing = narrow
     forward, counter = compiled(model)
-    found = losses_and_gradients(model, forward)
+    found = losses_and_gradients(model, forward, 1 if narrow else 3)
     assert counter.frame_count == 1
-    expected = losses_and_gradients(again, again)
+    expected = losses_and_gradients(again, again, 1 if narrow else 3)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, atol=2e-6, rtol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        error = (found[name] - value).norm()
+        assert error <= (0.05 if narrow else 2e-4) * value.norm() + 2e-6, f"{name}: {error}"
 
 
 @pytest.mark.parametrize("activation", [pytest.param("relu2", marks=pytest.mark.soak), "swiglu"])
@@ -118,19 +120,6 @@ def test_too_few_slots_are_refused() -> None:
     experts, everywhere = Experts(4, 8, 12), torch.ones(3, 4, dtype=torch.bool)
     with pytest.raises(RuntimeError, match="more token-expert pairs than 11 slots"):
         grouped_forward(torch.rand(3, 8), torch.rand(3, 4), everywhere, [experts.down, experts.up], "relu2", 11)
-
-
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_in_bfloat16_it_is_one_graph_too(checkpointing: bool) -> None:
-    rule = RULES["expert_threshold"]
-    model, again = tiny(rule, torch.bfloat16), tiny(rule, torch.bfloat16)
-    model.activation_checkpointing = again.activation_checkpointing = checkpointing
-    forward, counter = compiled(model)
-    found = losses_and_gradients(model, forward, steps=1)
-    assert counter.frame_count == 1
-    for name, value in losses_and_gradients(again, again, steps=1).items():
-        error = (found[name] - value).norm() / value.norm()
-        assert error < 0.05, f"{name}: {error}"
 
 
 def train_on_tensors_without_data(model: GPT) -> None:

@@ -15,15 +15,7 @@ from torch import Tensor, nn
 from expert_threshold.optim import Muon, fast_dtype, orthogonalize
 
 from .test_groups import set_gradients
-
-
-def by_singular_values(matrix: Tensor, steps: int) -> Tensor:
-    """The definition: each singular value s of M / ‖M‖ becomes p(p(…p(s))), p(s) = a s + b s³ + c s⁵."""
-    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    s = s / s.norm()
-    for _ in range(steps):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return u @ torch.diag_embed(s) @ vh
+from .test_options import orthogonalized
 
 
 def parameters(shapes: list[tuple[int, ...]], seed: int = 0) -> dict[str, nn.Parameter]:
@@ -45,7 +37,10 @@ def test_singular_values_follow_the_polynomial_and_singular_vectors_stay(
 ) -> None:
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(
-        orthogonalize(matrix, steps=steps).double(), by_singular_values(matrix, steps), atol=1e-4, rtol=1e-4
+        orthogonalize(matrix, steps=steps).double(),
+        orthogonalized(matrix.double(), "newton_schulz", steps),
+        atol=1e-4,
+        rtol=1e-4,
     )
 
 

@@ -27,6 +27,7 @@ from expert_threshold.routing import (
     SeqTopK,
     TokenChoice,
     TopP,
+    bounds,
     cutoff,
     rule_to_dict,
 )
@@ -56,17 +57,6 @@ train = functools.cache(trained)
 def pool_of(rule: Rule, batch: int = BATCH, time: int = TIME) -> int:
     """Tokens of one pool on one rank."""
     return {"sequence": time, "batch": batch * time, "global": batch * time}.get(rule.pool, rule.pool)
-
-
-def promised_load(rule: Rule, state: Any, tokens: int) -> tuple[int, int]:
-    """Fewest and most tokens of an expert in a pool of a training batch."""
-    k = int(tokens * Fraction(str(rule.experts_per_token)) / EXPERTS)
-    if isinstance(rule, ExpertChoice) or state.step < rule.warmup_steps:
-        return k, k
-    if rule.capacity_slack is None:
-        return 0, tokens
-    slack = Fraction(str(rule.capacity_slack))
-    return max(int(k * (1 - slack)), 0), min(int(k * (1 + slack)), tokens)
 
 
 def modes(rule: Rule) -> tuple[tuple[type[Rule], str, Any], ...]:
@@ -127,7 +117,10 @@ def test_gates_are_no_views_of_which_fsdp2_would_warn(rule: Rule, training: bool
 def test_in_training_every_pool_keeps_the_promised_load(rule: Rule, steps: int, shift: float) -> None:
     state = train(rule, steps=steps)
     assignment = rule.route(make_scores(rule, grain=1) + shift, state, training=True).assignment
-    low, high = promised_load(rule, state, pool_of(rule))
+    tokens = pool_of(rule)
+    low, high = rule.load_bounds(tokens) or (0, tokens)
+    if state.step < rule.warmup:
+        low = high = bounds(tokens, rule.experts_per_token, EXPERTS, 0)[0]
     load = assignment.reshape(-1, pool_of(rule), EXPERTS).sum(1)
     assert low <= load.min() <= load.max() <= high
 

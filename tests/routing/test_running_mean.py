@@ -46,25 +46,6 @@ FOLLOWING: dict[str, ExpertChoice | ExpertThreshold] = {
 }
 
 
-@pytest.mark.parametrize("earlier", FOLLOWING)
-@pytest.mark.parametrize("later", FOLLOWING)
-@pytest.mark.parametrize("steps", [0, 3, 20])
-def test_a_new_run_starts_from_the_cutoffs_of_another_with_either_estimator(
-    earlier: str, later: str, steps: int
-) -> None:
-    """A mean that began with a trend's state kept its last slope for good; an undebiased one the weight of a start."""
-    rule = FOLLOWING[later]
-    old = batch_cutoffs(FOLLOWING[earlier], steps)[1]
-    state = rule.begin_run(old, 1)
-    assert state.step == 0
-    torch.testing.assert_close(cutoff(state), cutoff(old))
-    observation = rule.route(make_scores(7), state, training=True).observation
-    for _ in range(130):
-        state = rule.update(state, observation)
-    torch.testing.assert_close(cutoff(state), observation.batch_cutoff)
-    assert state.step == 130
-
-
 @pytest.mark.parametrize("name", FOLLOWING)
 def test_a_new_run_at_another_rate_starts_from_the_cutoffs_of_that_rate(name: str) -> None:
     old = batch_cutoffs(FOLLOWING[name], 5)[1]
@@ -188,27 +169,28 @@ def test_a_trend_is_critically_damped() -> None:
         state = rule.update(state, batch)
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "mean": {}, "literal": {"debias": False}, "trend": {"estimator": "trend"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("later", WAYS)
-@pytest.mark.parametrize("earlier", WAYS)
-def test_an_estimator_goes_on_from_another_ones_cutoff(earlier: str, later: str) -> None:
+@pytest.mark.parametrize("later", FOLLOWING)
+@pytest.mark.parametrize("earlier", FOLLOWING)
+@pytest.mark.parametrize(("steps", "new_run"), [(4, False), (0, True), (4, True), (20, True)])
+def test_an_estimator_goes_on_from_another_ones_cutoff(earlier: str, later: str, steps: int, new_run: bool) -> None:
     """A trend once took the sum of a young mean for its level, and a mean kept a trend's last slope for good."""
-    began = ExpertThreshold(EXPERTS, decay=0.9, **WAYS[earlier])
+    began, rule = FOLLOWING[earlier], FOLLOWING[later]
     state = began.init()
-    for step in range(4):  # scores that rise, so that a trend has a slope and a mean of weight 0.34 lags
+    for step in range(steps):  # scores that rise, so that a trend has a slope and a mean of weight 0.34 lags
         state = began.update(state, began.route(make_scores(0) + step, state, training=True).observation)
-    rule = ExpertThreshold(EXPERTS, decay=0.9, **WAYS[later])
-    scores = make_scores(0) + cutoff(state) - make_scores(0)[0].topk(8, 0).values[-1]  # whose batch cutoff is c
-    observation = rule.route(scores, state, training=True).observation
-    torch.testing.assert_close(observation.batch_cutoff, cutoff(state))
     level = cutoff(state)
+    if new_run:
+        state = rule.begin_run(state, 1)
+        assert state.step == 0
+        torch.testing.assert_close(cutoff(state), level)
+    scores = make_scores(0) + level - make_scores(0)[0].topk(8, 0).values[-1]  # whose batch cutoff is c
+    observation = rule.route(scores, state, training=True).observation
+    torch.testing.assert_close(observation.batch_cutoff, level)
     for step in range(300):
         state = rule.update(state, observation)
         # What a trend had learned of its slope is its own; nothing else moves what a steady batch agrees with.
-        assert (cutoff(state) - level).abs().max() < (1.5 if earlier == later == "trend" else 1e-4), step
+        moves = earlier == later == "trend" and not new_run
+        assert (cutoff(state) - level).abs().max() < (1.5 if moves else 1e-4), step
     torch.testing.assert_close(cutoff(state), level, rtol=1e-4, atol=1e-4)
     assert state.slope.abs().max() < 1e-4
+    assert state.step == 300 + (0 if new_run else steps)

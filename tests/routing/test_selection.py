@@ -25,18 +25,20 @@ ANY = st.floats(width=32, allow_nan=False)
 
 
 @st.composite
-def score_matrices(draw: st.DrawFn) -> Tensor:
-    """(pools, tokens, experts) float32, in row-major order or as contiguous columns."""
-    pools, tokens, experts = (draw(st.integers(1, n)) for n in (3, 12, 3))
-    count = pools * tokens * experts
-    values = draw(st.lists(draw(st.sampled_from([TIED, ANY])), min_size=count, max_size=count))
-    scores = torch.tensor(values, dtype=torch.float32).reshape(pools, tokens, experts)
-    return scores.mT.contiguous().mT if draw(st.booleans()) else scores
+def score_matrices(draw: st.DrawFn, most_tokens: int = 12) -> Tensor:
+    """(pools, tokens, experts) float32 of few values or of any: rows, contiguous columns, or a part of wider rows."""
+    shape = tuple(draw(st.integers(1, n)) for n in (3, most_tokens, 3))
+    some = torch.tensor(draw(st.lists(draw(st.sampled_from([TIED, ANY])), min_size=1, max_size=20)))
+    scores = some.float()[torch.randint(len(some), shape, generator=torch.Generator().manual_seed(len(some)))]
+    layout = draw(st.sampled_from(["rows", "columns", "part"]))
+    if layout == "part":
+        return scores.repeat_interleave(3, dim=2)[:, :, 1::3]
+    return scores.mT.contiguous().mT if layout == "columns" else scores
 
 
 @st.composite
-def scores_and_ks(draw: st.DrawFn) -> tuple[Tensor, list[int]]:
-    scores = draw(score_matrices())
+def scores_and_ks(draw: st.DrawFn, most_tokens: int = 12) -> tuple[Tensor, list[int]]:
+    scores = draw(score_matrices(most_tokens))
     return scores, draw(st.lists(st.integers(0, scores.shape[1]), min_size=1, max_size=4))
 
 

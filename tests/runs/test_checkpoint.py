@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from safetensors import SafetensorError
 
 from commands import edit
 from expert_threshold.runs import Checkpoint, RunFolder, checkpoint
+
+from .test_folder import files_no_larger_than
 
 TENSORS = {
     "model": {
@@ -174,13 +175,8 @@ def test_a_part_with_the_right_hash_that_is_no_safetensors_file_is_refused(run: 
 
 @pytest.mark.parametrize("size", [0, 40, 200, 400])
 def test_a_full_disk_while_saving_harms_nothing_that_was_saved(run: RunFolder, size: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        with pytest.raises(OSError, match=r"too large"):
-            run.save_checkpoint(150, TENSORS, STATE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_no_larger_than(size), pytest.raises(OSError, match=r"too large"):
+        run.save_checkpoint(150, TENSORS, STATE)
     assert names(run) == ["step_000050", "step_000100"]
     assert_same(run.load_checkpoint(), 100)
 
@@ -218,11 +214,17 @@ def test_a_disk_that_fills_inside_safetensors_is_an_operating_system_error(
 # Saving again, and removing old ones
 
 
-def test_leftovers_of_a_killed_save_are_ignored_and_removed(run: RunFolder) -> None:
-    shutil.copytree(run.path / "checkpoints/step_000100", run.path / "checkpoints/.tmp-step_000150")
-    assert run.latest_checkpoint() == 100
+@pytest.mark.parametrize("linked", [False, True])
+def test_leftovers_of_a_killed_save_or_pruning_are_ignored_and_removed_but_not_what_they_link_to(
+    run: RunFolder, tmp_path: Path, linked: bool
+) -> None:
+    folder = run.path / "checkpoints/step_000050"
+    moved = move_and_link(folder, tmp_path / "disk") if linked else tmp_path
+    folder.rename(run.path / "checkpoints/.tmp-step_000050")
+    assert run.checkpoints() == [100]
     run.save_checkpoint(200, TENSORS, STATE)
-    assert names(run) == ["step_000050", "step_000100", "step_000200"]
+    assert names(run) == ["step_000100", "step_000200"]
+    assert moved.is_dir()
 
 
 def test_a_step_that_is_saved_twice_stays_as_it_is(run: RunFolder) -> None:
@@ -275,14 +277,6 @@ def test_checkpoints_that_are_linked_as_a_whole_are_read_saved_and_pruned(run: R
     run.save_checkpoint(150, TENSORS, {**STATE, "step": 150}, keep=2)
     assert sorted(path.name for path in moved.iterdir()) == names(run) == ["step_000100", "step_000150"]
     assert_same(run.load_checkpoint(), 150)
-
-
-def test_a_link_that_an_earlier_pruning_left_is_cleared_away(run: RunFolder, tmp_path: Path) -> None:
-    moved = move_and_link(run.path / "checkpoints/step_000050", tmp_path / "disk")
-    (run.path / "checkpoints/step_000050").rename(run.path / "checkpoints/.tmp-step_000050")
-    run.save_checkpoint(150, TENSORS, STATE)
-    assert names(run) == ["step_000100", "step_000150"]
-    assert moved.is_dir()
 
 
 @pytest.mark.parametrize("gone", [False, True])

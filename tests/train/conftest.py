@@ -98,13 +98,20 @@ def plain() -> Plain:
     return Plain()
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, numbers: Collection[int], value: float = math.nan) -> None:
-    """Multiply the losses of these forwards in training, counted from 0, by `value`."""
+def spoil(
+    monkeypatch: pytest.MonkeyPatch, numbers: Collection[int], value: float = math.nan, what: str = "loss"
+) -> None:
+    """Spoil the loss of these forwards in training, counted from 0, or its gradient or an expert's scores."""
     forward, count = GPT.forward, itertools.count()
 
     def spoiled(model: GPT, *args: Tensor) -> Output:
         output = forward(model, *args)
-        spoils = model.training and next(count) in numbers
-        return output._replace(loss=output.loss * value) if spoils else output
+        if not (model.training and next(count) in numbers):
+            return output
+        if what == "scores":
+            output.observations[0].score_sum[1] = value
+        if what == "gradient":
+            output.loss.register_hook(lambda gradient: gradient * value)
+        return output._replace(loss=output.loss * value) if what == "loss" else output
 
     monkeypatch.setattr(GPT, "forward", spoiled)

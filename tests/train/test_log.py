@@ -41,8 +41,9 @@ def test_lines_are_not_broken_where_there_is_no_terminal(plain: Plain) -> None:
 
 def test_on_a_terminal_one_line_lives_and_messages_stay(start: Start) -> None:
     terminal = Plain(force_terminal=True, width=140, color_system=None)
-    start(console=terminal.console, log_every=2)
+    start(console=terminal.console, log_every=2, title=lambda seconds: "[1 of 3]")
     text = terminal.text()
+    assert re.search(r"\[1 of 3\] *\n *step 8/8  0:00 left", text)
     assert re.search(r"step 8/8  0:00 left  loss \d\.\d{4}.*tokens/s  load spread \d\.\d\d  fanout \d\.\d\d", text)
     assert not re.search(r"step \d/8  loss.*left\n", text)
     assert re.search(r"step 4/8  validation loss", text)
@@ -55,12 +56,6 @@ def test_a_title_opens_each_line_about_a_step(start: Start, plain: Plain) -> Non
     assert [line.split("  ")[:2] for line in lines] == [["1 of 3", f"step {step}/8"] for step in (4, 4, 8, 8)]
     assert left[-1] is None
     assert left[-2] == 0.0
-
-
-def test_a_title_stands_above_the_live_line(start: Start) -> None:
-    terminal = Plain(force_terminal=True, width=80, color_system=None)
-    start(console=terminal.console, log_every=2, title=lambda seconds: "[1 of 3]")
-    assert re.search(r"\[1 of 3\] *\n *step 8/8  0:00 left", terminal.text())
 
 
 def test_without_a_console_nothing_is_printed(start: Start, capfd: pytest.CaptureFixture[str]) -> None:

@@ -117,68 +117,43 @@ def test_one_batch_can_be_learned_by_heart(rule: Rule | None) -> None:
     assert interval.means["cross_entropy"] < 0.1 < math.log(VOCAB)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("micro_batch", [0, 1])
-@pytest.mark.parametrize("rule", TRAINED.values(), ids=TRAINED)
-def test_a_loss_that_is_not_finite_changes_nothing(
-    rule: Rule | None, micro_batch: int, value: float, monkeypatch: pytest.MonkeyPatch
+SPOILED = {
+    "loss": "the loss is not finite",
+    "gradient": "a gradient is not finite",
+    "scores": "the scores of expert 1 in layer 1 are not finite",  # would make the cutoff NaN for good
+}
+
+
+@pytest.mark.parametrize(("value", "micro_batch", "clip"), [(math.nan, 0, None), (math.inf, 1, 1.0)])
+@pytest.mark.parametrize(
+    ("rule", "what"),
+    [
+        pytest.param(rule, what, id=f"{what}, {name}")
+        for name, rule in TRAINED.items()
+        for what in SPOILED
+        if rule or what != "scores"
+    ],
+)
+def test_what_is_not_finite_skips_its_step_and_changes_nothing(
+    rule: Rule | None, what: str, micro_batch: int, value: float, clip: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = make_state(rule, accumulation=2)
-    spoil(monkeypatch, [2 + micro_batch], value)
+    state = make_state(rule, OptimConfig(clip=clip), accumulation=2)
+    spoil(monkeypatch, [2 + micro_batch], value, what)
     assert train_step(state)
     before, position = everything(state), state.loader.position
     assert not train_step(state)
+    assert state.not_finite == SPOILED[what]
     assert_same_bytes(everything(state), before)
     assert all(p.grad is None for p in state.model.parameters())
     assert (state.step, state.skipped, state.skipped_in_a_row) == (2, 1, 1)
     assert state.loader.position != position
     assert train_step(state)
-    assert (state.step, state.skipped, state.skipped_in_a_row) == (3, 1, 0)
+    assert (state.step, state.skipped, state.skipped_in_a_row, state.not_finite) == (3, 1, 0, "")
     interval = state.take_interval()
-    assert interval.means["loss"].isfinite()
+    assert all(value.isfinite().all() for value in interval.means.values())
     assert interval.steps == 2
     with pytest.raises(AssertionError):  # the comparison can fail
         assert_same_bytes(everything(state), before)
-
-
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_gradient_that_is_not_finite_skips_the_step(clip: float | None) -> None:
-    state = make_state(RULES["expert_threshold"], OptimConfig(clip=clip))
-    state.model.embed.weight.register_hook(lambda gradient: gradient * math.inf)
-    before = everything(state)
-    assert not train_step(state)
-    assert state.not_finite == "a gradient is not finite"
-    assert_same_bytes(everything(state), before)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("rule", ROUTED, ids=str)
-def test_an_observation_that_is_not_finite_changes_nothing(
-    rule: Rule, value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would make the cutoff NaN for good, though loss and gradients are finite."""
-    state = make_state(rule, accumulation=2)
-    forward = GPT.forward
-    count = 0
-
-    def spoiled(model: GPT, *args: Tensor) -> Output:
-        nonlocal count
-        output = forward(model, *args)
-        count += 1
-        if count == 3:
-            output.observations[0].score_sum[1] = value
-        return output
-
-    monkeypatch.setattr(GPT, "forward", spoiled)
-    assert train_step(state)
-    before = everything(state)
-    assert not train_step(state)
-    assert state.not_finite == "the scores of expert 1 in layer 1 are not finite"
-    assert_same_bytes(everything(state), before)
-    assert train_step(state)
-    assert state.not_finite == ""
-    interval = state.take_interval()
-    assert all(value.isfinite().all() for value in interval.means.values())
 
 
 @pytest.mark.parametrize("rule", [None, RULES["expert_threshold"]], ids=str)

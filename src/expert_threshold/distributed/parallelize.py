@@ -6,7 +6,6 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..model import GPT
 from ..model.gpt import Block
@@ -36,7 +35,8 @@ def parallelize(model: GPT, optim: OptimConfig, parallel: Parallel) -> Optimizer
         LocalParameter(
             name,
             parameter,
-            _by_row(name, parameter, optim),
+            # The optimizer steps the rows of a stack independently, but Muon steps a matrix as a whole.
+            parameter.ndim > 2 or not moves_matrices(name, parameter, optim),
             *_place(rows[name], parameter.shape, parallel, name in split),
         )
         for name, parameter in model.named_parameters()
@@ -65,11 +65,6 @@ def _place(rows: int, shape: torch.Size, parallel: Parallel, split: bool) -> tup
         chunk = -(-rows // group.size())
         start, stop = (min(chunk * rank, rows) for rank in (group.rank(), group.rank() + 1))
     return Slice(first + start, first + stop, (count, *shape[1:])), group
-
-
-def _by_row(name: str, parameter: nn.Parameter, optim: OptimConfig) -> bool:
-    """Return True if the rows of the first dimension are stepped independently. Muon steps a matrix as a whole."""
-    return parameter.ndim > 2 or not moves_matrices(name, parameter, optim)
 
 
 def _fully_shard(model: GPT, parallel: Parallel) -> None:

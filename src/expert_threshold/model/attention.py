@@ -112,8 +112,9 @@ class CacheSlice:
         self.end = max(starts, default=0) + time
         self.positions = begun[:, None] + torch.arange(time, device=device)
         self._chosen = rows
-        self._masks: dict[int | None, Tensor | None] = {}  # by window
+        self._masks: dict[int | None, Tensor] = {}  # by window
         self._alike = len(set(starts)) < 2
+        self._is_causal = self._alike and not 1 < time < self.end  # or each row has a single query
         self._places = (rows[:, None] * cache.held.shape[2] + self.positions).flatten()
         first, last = min(cache.rows, default=0), max(cache.rows, default=-1)
         neighbours = list(cache.rows) == list(range(first, last + 1))
@@ -123,17 +124,14 @@ class CacheSlice:
         """Return the mask to add to attention scores (…, time, end), or None if every token attends to all keys up to
         its own. window: the number of earlier tokens that a token attends to, or None for all.
         """
-        if window not in self._masks:
-            self._masks[window] = self._mask(window)
-        return self._masks[window]
-
-    def _mask(self, window: int | None) -> Tensor | None:
-        time = self.positions.shape[1]
         reaches_all = window is None or self.end <= window + 1
-        if self._alike and not 1 < time < self.end and reaches_all:
+        if self._is_causal and reaches_all:
             return None
-        positions = self.positions[: 1 if self._alike else None, None, :, None]
-        return _mask(positions, torch.arange(self.end, device=positions.device), window, self.cache.held.dtype)
+        if window not in self._masks:
+            positions = self.positions[: 1 if self._alike else None, None, :, None]
+            keys = torch.arange(self.end, device=positions.device)
+            self._masks[window] = _mask(positions, keys, window, self.cache.held.dtype)
+        return self._masks[window]
 
     def last(self) -> Tensor:
         """Return the embedding of the last token in each row, (rows, d_model), or zeros if the row is empty."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 
 import torch
@@ -42,7 +43,7 @@ def calibrate(
             router.rule = pooled
         for done, (tokens, targets) in enumerate(batches, start=1):
             seen: tuple[Observation, ...] = model(tokens.to(device), targets.to(device)).observations
-            observations = seen if observations is None else _add(observations, seen)
+            observations = seen if observations is None else tuple(map(operator.add, observations, seen))
             if progress is not None:
                 progress(done)
     finally:
@@ -57,7 +58,3 @@ def calibrate(
     for router, observation in zip(routers, observations, strict=True):
         router.calibrate(observation)
     return observations
-
-
-def _add(a: tuple[Observation, ...], b: tuple[Observation, ...]) -> tuple[Observation, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))

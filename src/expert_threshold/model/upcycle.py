@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ..moe import MoE, Rule
 from ..moe.experts import FeedForward
@@ -66,11 +65,7 @@ def _fill(moe: MoE, dense: FeedForward, generator: torch.Generator) -> None:
     experts, hidden = moe.experts, dense.up.weight.shape[0]
     experts.down.zero_()
     for i in range(len(experts.up)):
-        units = torch.randperm(hidden, generator=generator)[: experts.up.shape[1]]
-        experts.up[i] = _rows(dense.up.weight, units)
+        units = torch.randperm(hidden, generator=generator)[: experts.up.shape[1]].to(dense.up.weight.device)
+        experts.up[i] = dense.up.weight[units]
         if experts.gate is not None and dense.gate is not None:
-            experts.gate[i] = _rows(dense.gate.weight, units)
-
-
-def _rows(weight: Tensor, units: Tensor) -> Tensor:
-    return weight[units.to(weight.device)]
+            experts.gate[i] = dense.gate.weight[units]

@@ -311,20 +311,17 @@ def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_mod
     row = OPTIMIZERS[kind]
     scale = (d_model / 768) ** -0.5 if row.scaled(config) and GROUPS[group].scaled else 1
     # Ranks gather updated parameters in this order, so the order must not depend on how many rows a rank owns.
-    first = -2 if row.whole_matrices else 1
+    start = -2 if row.whole_matrices else 1
     by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters.items():
-        by_shape.setdefault(parameter.shape[first:], []).append((name, parameter))
-    own = _adamw(GROUPS[group], config) if kind == "adamw" else {}
+        by_shape.setdefault(parameter.shape[start:], []).append((name, parameter))
+    own: dict[str, Any] = {}
+    if kind == "adamw":
+        first, second = GROUPS[group].betas if config.betas == "nanochat" else config.betas
+        own["betas"] = float(first), float(second)  # torch rejects integers such as 0
+        own["weight_decay"] = GROUPS[group].weight_decay if config.weight_decay else 0.0
     optimizers = [row.make([{"params": alike, **own}], config) for alike in by_shape.values()]
     return Group(kind, GROUPS[group].peak(config) * scale, parameters, optimizers)
-
-
-def _adamw(group: GroupSpec, config: OptimConfig) -> dict[str, Any]:
-    """Return the options of AdamW that differ between groups."""
-    first, second = group.betas if config.betas == "nanochat" else config.betas
-    decay = group.weight_decay if config.weight_decay else 0.0
-    return {"betas": (float(first), float(second)), "weight_decay": decay}  # torch rejects integers such as 0
 
 
 def moves_matrices(name: str, parameter: Tensor, config: OptimConfig) -> bool:

@@ -259,8 +259,12 @@ class TrainState:
         return where.of(saved).reshape(moments[name].shape) if tuple(saved.shape) == where.shape else saved
 
     def _moment_slice(self, name: str, moment: Tensor) -> Slice:
-        """Return this rank's slice of the full moment: the slice of its parameter, as far as their shapes agree."""
-        parameter, where = self.shards.parameters[parameter_of(name)], self.shards.slices[parameter_of(name)]
+        """Return this rank's slice of the full moment: the slice of its parameter, as far as their shapes agree.
+
+        name: such as `muon.blocks.0.….momentum`, which contains the parameter's name.
+        """
+        of = name.split(".", 1)[1].rsplit(".", 1)[0]
+        parameter, where = self.shards.parameters[of], self.shards.slices[of]
         sizes = zip(reversed(where.shape), reversed(parameter.shape), reversed(moment.shape), strict=False)
         shape = tuple(full if mine == its else its for full, mine, its in sizes)[::-1]
         return Slice(where.start, shape[0] if where.is_full else where.stop, shape)
@@ -295,11 +299,6 @@ def load_weights(model: GPT, saved: Checkpoint) -> None:
             model.load_state_dict(saved.tensors["model"])
         except RuntimeError as error:
             raise ValueError(f"it does not fit config.json: {' '.join(str(error).split())}") from error
-
-
-def parameter_of(moment: str) -> str:
-    """Return the name of the parameter that a moment such as `muon.blocks.0.….momentum` belongs to."""
-    return moment.split(".", 1)[1].rsplit(".", 1)[0]
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -111,12 +111,10 @@ class Grouped(Backend):
     """Batches the products of neighbouring experts, which is fast on a CPU."""
 
     name = "grouped"
+    routed_sum = staticmethod(grouped_sum)
 
     def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
         return len(x) > FEW or torch.is_grad_enabled() or torch.compiler.is_compiling()
-
-    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-        return grouped_sum(x, gates, assignment, experts, rows)
 
 
 class Static(Backend):
@@ -128,14 +126,12 @@ class Static(Backend):
     """
 
     name = "static"
+    routed_sum = staticmethod(static_sum)
 
     def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
         if rows is None and (torch.compiler.is_compiling() or len(x) <= FEW):
             return False
         return is_native(x, *experts.down.shape[1:])
-
-    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-        return static_sum(x, gates, assignment, experts, rows)
 
 
 class Cpu(Backend):
@@ -207,13 +203,10 @@ class ExpertParallel(Backend):
     """Sends tokens to the ranks that own their experts, as `OwnExperts`, in the group."""
 
     name = "expert_parallel"
+    routed_sum = staticmethod(expert_parallel_sum)
 
     def why_not(self, x: Tensor, experts: Experts) -> str | None:
         return None if isinstance(experts, OwnExperts) else "needs experts split over ranks; call shard_experts"
-
-    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-        assert isinstance(experts, OwnExperts)
-        return expert_parallel_sum(x, gates, assignment, experts)
 
 
 class Auto(Backend):

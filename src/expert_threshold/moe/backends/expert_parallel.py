@@ -65,8 +65,9 @@ class Splits(NamedTuple):
         return Splits(self.received, self.sent)
 
 
-def expert_parallel_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: OwnExperts) -> Tensor:
+def expert_parallel_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
     """Return the routed sum, to which every rank of the group contributes the part of its own experts."""
+    assert isinstance(experts, OwnExperts)
     group = experts.group
     chosen = assignment.unflatten(1, (dist.get_world_size(group), -1)).any(2)
     sent, splits = by_count(chosen, group)

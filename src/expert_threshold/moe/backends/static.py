@@ -106,7 +106,8 @@ class _Static(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gates: Tensor, activation: Activation, *rest: Tensor) -> Tensor:
         packed, (down, *ups) = Segments(*rest[:5]), rest[5:]
         xs = x.index_select(0, packed.token)
-        keep = activation.keep(_up_project(xs, ups, packed.ends))
+        products = [segment_product(xs, up.mT, packed.ends) for up in ups]
+        keep = activation.keep(products[0] if len(products) == 1 else torch.cat(products, 1))
         ys = segment_product(activation.value(keep), down.mT, packed.ends)
         ctx.activation = activation
         ctx.save_for_backward(x, gates, *packed, keep, down, *ups)
@@ -135,8 +136,3 @@ class _Static(torch.autograd.Function):
         dx = sum_by_token(dxs, packed, scale)
         dgates = dgate.new_zeros(gates.numel() + 1).scatter_(0, packed.pair, dgate)[:-1]
         return dx, dgates.view_as(gates), None, None, None, None, None, None, ddown, *dups
-
-
-def _up_project(xs: Tensor, ups: list[Tensor], ends: Tensor) -> Tensor:
-    products = [segment_product(xs, up.mT, ends) for up in ups]
-    return products[0] if len(products) == 1 else torch.cat(products, 1)
