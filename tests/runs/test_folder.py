@@ -184,10 +184,6 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     assert metrics.read() == [{**line, "loss": None, "layers": {"1": {"cutoff": [None, 0.5]}}}]
 
 
-def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
-    assert Metrics(tmp_path / "metrics.jsonl").read() == []
-
-
 @pytest.mark.parametrize("torn", [b'{"step": 2, "spl', b'{"step": 2, "split": "train"}', b"\0\0\0\n", b"\xff"])
 def test_a_torn_last_line_is_left_out_and_reported(
     tmp_path: Path, torn: bytes, caplog: pytest.LogCaptureFixture

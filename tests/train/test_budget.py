@@ -47,7 +47,7 @@ def run(
         budget.took(seconds)
         decision = budget.decide(step, gone, {"validation": Between(every, guess)} if validation else {})
         if decision is not None:
-            budget.take(decision)
+            budget.decisions.append(decision)
         if validation and step % every == 0 and step < budget.steps_at(step):
             gone += validation
             budget.took(validation, "validation")

@@ -82,7 +82,7 @@ def test_time_left_is_that_of_the_steps_to_come_at_the_pace_so_far(
     state: Any = mock.Mock(step=10, steps=110, not_finite="", skipped_in_a_row=0, **{"is_due.return_value": False})
     state.parallel.from_main.side_effect = lambda make: make()
     left: list[float | None] = []
-    log = RunLog(RunFolder(tmp_path), Prepared(state, *[mock.Mock()] * 5), Display(None), left.append, None)
+    log = RunLog(RunFolder(tmp_path), Prepared(state, *[mock.Mock()] * 4, None), Display(None), left.append, None)
     now, state.step = now + 40, 30  # resumed at step 10
     log.step()
     assert left == [160.0]

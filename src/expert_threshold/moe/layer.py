@@ -89,25 +89,18 @@ class MoE(nn.Module):
         y = y if mask is None else y.masked_fill(~mask[..., None], 0)
         return y, routing if record else routing.observation
 
-    def max_pairs(self, tokens: int) -> int | None:
-        """Return the rule's bound on the pairs of `tokens` tokens in this mode, or None if they must be counted."""
-        group = self.router.group
-        ranks = 1 if group is None else dist.get_world_size(group)
-        return self.router.rule.max_pairs(tokens, training=self.training, ranks=ranks)
-
-    def factors(self, gates: Tensor, assignment: Tensor) -> Tensor:
-        """Return the factors applied to experts' outputs: the gates (…, experts), normalised if `gate_norm` is set."""
-        return gates / assignment.sum(-1, keepdim=True).clamp(min=1) if self.gate_norm == "fanout" else gates
-
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
         """Return y for x (batch, time, d_model) and a given routing, in autocast's dtype under autocast."""
         experts = self.router.rule.num_experts  # null slots and null scores come after them
         assignment = routing.assignment[..., :experts].flatten(0, 1)
-        factors = self.factors(routing.gates[..., :experts].flatten(0, 1), assignment)
+        factors = routing.gates[..., :experts].flatten(0, 1)
+        if self.gate_norm == "fanout":
+            factors = factors / assignment.sum(-1, keepdim=True).clamp(min=1)
         x = as_autocast(x)
         flat = x.flatten(0, 1)
         with no_autocast(x):
-            rows = self.max_pairs(len(flat))
+            ranks = 1 if self.router.group is None else dist.get_world_size(self.router.group)
+            rows = self.router.rule.max_pairs(len(flat), training=self.training, ranks=ranks)
             y: Tensor = self.dispatch(flat, factors, assignment, self.experts, self.shared, rows=rows)
             y = torch.ops.aten._unsafe_view(y, x.shape)  # a view could not be modified in place under FSDP2
             return y if routing.passthrough is None else y + routing.passthrough[..., None].to(x.dtype) * x

@@ -58,8 +58,15 @@ def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | No
     assert scores.dtype in known, f"scores must be float32, not {scores.dtype}"
     if group is not None:
         assert len(scores) == 1, "a pool across ranks cannot be split"
-        return [Cut(*cut) for cut in zip(*_kth_largest_over_ranks(scores, ks, group), strict=True)]
-    return [Cut(*cut) for cut in zip(*_kth_largest(scores, list(ks)), strict=True)]
+    if group is None:
+        found = _kth_largest(scores, list(ks))
+    elif _has_kernels(scores):
+        from . import radix
+
+        found = radix.select(scores, ks, group)
+    else:
+        found = _radix_select(scores, ks, group)
+    return [Cut(*cut) for cut in zip(*found, strict=True)]
 
 
 @torch.library.custom_op("expert_threshold::kth_largest", mutates_args=())
@@ -171,22 +178,12 @@ def _columns(scores: np.ndarray) -> np.ndarray:
     return columns.reshape(pools * experts, tokens)
 
 
-def _kth_largest_over_ranks(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Select from one pool that spans all ranks. scores: (1, tokens of this rank, experts)."""
-    if _has_kernels(scores):
-        from . import radix
-
-        return radix.select(scores, ks, group)
-    score, last = _radix_select(scores[0], ks, group)
-    return score[:, None], last[:, None]
-
-
 DIGITS = (11, 11, 10)  # bits of a float32 key per round, most significant first
 
 
 def _radix_select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Select from one pool that spans all ranks, exchanging only histograms. scores: (tokens of this rank, experts)."""
-    keys = _ordered_keys(scores)
+    """Select from a pool that spans all ranks, by exchanging histograms. scores: (1, tokens of this rank, experts)."""
+    keys = _ordered_keys(scores[0])
     experts = keys.shape[1]
     k = torch.tensor(ks, device=keys.device)[:, None]
     remaining = k.expand(-1, experts)  # number of tokens to take among those that share the prefix
@@ -207,7 +204,7 @@ def _radix_select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -
         prefix, remaining = (prefix << bits) + found[..., 0], remaining - above[..., 0]
     ties = keys == prefix[:, None]
     last = _last_tie(ties, remaining - ties_on_lower_ranks(ties.sum(1), group))
-    return torch.where(k > 0, scores_of(prefix), torch.inf), last
+    return torch.where(k > 0, scores_of(prefix), torch.inf)[:, None], last[:, None]
 
 
 def ties_on_lower_ranks(ties: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -113,10 +113,6 @@ class Budget:
             return Decision(step, last.steps, gone)
         return Decision(step, step + max(1, int(left / rate)), gone)
 
-    def take(self, decision: Decision) -> None:
-        """Adopt a decision."""
-        self.decisions.append(decision)
-
 
 def _mean(numbers: Sequence[float]) -> float:
     return math.fsum(numbers) / max(len(numbers), 1)

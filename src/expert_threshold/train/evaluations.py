@@ -64,7 +64,7 @@ class Timer:
         decided = state.parallel.from_main(lambda: state.budget.decide(state.step, state.elapsed, self._between))
         if decided is not None:
             before, decision = state.steps, Decision(*decided)
-            state.budget.take(decision)
+            state.budget.decisions.append(decision)
             log.revised_steps(decision, before)
 
 

@@ -264,6 +264,9 @@ class RunLog:
         self.last: tuple[float | None, float | None] = (last[0], last[1])
         self.done: dict[str, set[int]] = {kind: set(steps) for kind, steps in done.items()}
         self._dead: set[tuple[int, int]] = set(map(tuple, dead))
+        if prepared.extended is not None:
+            self._write("event", {"event": "extended", "steps": state.steps, "reason": prepared.extended})
+            display.say(prepared.extended)
 
     def step(self) -> None:
         """Show that a step has finished, and log it if it was skipped or if metrics are due.
@@ -300,12 +303,6 @@ class RunLog:
         """Print a line about this step. left: the seconds left, if known."""
         step = f"step {self._state.step}/{self._state.steps}"
         self.display.say("  ".join(filter(None, [self._title(left), step, text])))
-
-    def extended(self, note: str | None) -> None:
-        """Log that the run was extended, unless `note` is None."""
-        if note is not None:
-            self._write("event", {"event": "extended", "steps": self._state.steps, "reason": note})
-            self.display.say(note)
 
     def _metrics(self) -> bool:
         """Log the means over the steps since the last call. Return False if all were skipped."""
@@ -379,9 +376,7 @@ def run_log(folder: RunFolder, prepared: Prepared, display: Display, title: Titl
     name: TrackerName = state.config.track if state.parallel.is_main else "none"
     with tracking(name, folder, prepared.record, state.step) as opened:
         state.parallel.from_main(begin)
-        log = RunLog(folder, prepared, display, title, opened)
-        log.extended(prepared.extended)
-        yield log
+        yield RunLog(folder, prepared, display, title, opened)
 
 
 def _logged(folder: RunFolder) -> tuple[dict[str, list[int]], list[float | None], list[tuple[int, int]]]:

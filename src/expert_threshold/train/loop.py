@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..data import DataConfig, Loader, Tokenizer, Tokens
 from ..distributed import LocalBatch, Rendezvous, Status, from_main, process_groups
@@ -80,7 +81,7 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
 
     # The host waits for the device here, and in each layer whose backend counts the loads of experts. If there are
     # several ranks, it also waits for their status and, in each layer, for the number of tokens in the global pool.
-    is_finite = bool(all_finite([norm, *sums.tensors().values()]))
+    is_finite = bool(all_finite([norm, *tree_leaves(sums)]))
     if is_finite:
         optimizers.step(step, budget.scheduled, norm, shards.gather_updated, budget.progress(step))
         # This comes before the update, so that values refer to the cutoffs that routed this step.

@@ -48,13 +48,6 @@ class Sums(NamedTuple):
         observations = tuple(a + b for a, b in zip(self.observations, other.observations, strict=True))
         return Sums(self.loss + other.loss, self.cross_entropy + other.cross_entropy, observations)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors, keyed by flat names such as `loss` and `0.load`."""
-        named = {name: tensor for name, tensor in self._asdict().items() if name != "observations"}
-        for layer, observation in enumerate(self.observations):
-            named |= {f"{layer}.{name}": tensor for name, tensor in observation.tensors().items()}
-        return named
-
 
 Values = dict[str, Tensor]
 """The values of a step, or their sums over steps, keyed by `name` or `layer.name`. They are on the model's device."""
