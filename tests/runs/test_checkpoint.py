@@ -239,16 +239,10 @@ def test_saving_a_step_again_replaces_a_damaged_checkpoint(run: RunFolder) -> No
     assert_same(run.load_checkpoint(), 100)
 
 
-def test_only_the_newest_are_kept(run: RunFolder) -> None:
-    run.save_checkpoint(150, TENSORS, {**STATE, "step": 150}, keep=2)
-    assert names(run) == ["step_000100", "step_000150"]
-    run.save_checkpoint(200, TENSORS, {**STATE, "step": 200}, keep=1)
-    assert names(run) == ["step_000200"]
-
-
-def test_the_checkpoint_just_saved_is_kept_though_others_have_later_steps(run: RunFolder) -> None:
-    run.save_checkpoint(70, TENSORS, {**STATE, "step": 70}, keep=1)
-    assert names(run) == ["step_000070", "step_000100"]
+@pytest.mark.parametrize(("step", "keep", "left"), [(150, 2, [100, 150]), (150, 1, [150]), (70, 1, [70, 100])])
+def test_only_the_newest_are_kept_and_the_one_just_saved(run: RunFolder, step: int, keep: int, left: list[int]) -> None:
+    run.save_checkpoint(step, TENSORS, {**STATE, "step": step}, keep=keep)
+    assert run.checkpoints() == left
 
 
 # Checkpoints that were moved to another disk and linked back
