@@ -133,15 +133,11 @@ def _shapes_and_dtypes_are_those_of_the_contract(rule: Rule) -> None:
         _require(routing.assignment.dtype == torch.bool, "the assignment is not boolean")
         _require(routing.gates.dtype == torch.float32, "gates are not float32")
         _require(routing.gates.shape == routing.assignment.shape, "gates and assignment differ in shape")
-        _require(
-            routing.gates.shape == (*scores.shape[:2], rule.num_experts),
-            f"gates are {tuple(routing.gates.shape)}",
-        )
+        expected, found = (*scores.shape[:2], rule.num_experts), tuple(routing.gates.shape)
+        _require(found == expected, f"gates are {found}")
         _require(bool(routing.gates.isfinite().all()), "gates are not finite")
-        _require(
-            routing.passthrough is None or routing.passthrough.shape == scores.shape[:2],
-            "passthrough has the wrong shape",
-        )
+        through = routing.passthrough
+        _require(through is None or through.shape == scores.shape[:2], "passthrough has the wrong shape")
         if not training:
             _require(routing.loss is None, "there is a loss at inference")
         elif routing.loss is not None:

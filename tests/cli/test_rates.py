@@ -25,44 +25,37 @@ def runs(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "runs"))
 
 
-@pytest.mark.parametrize("rule", ["expert_choice", "expert_threshold"])
-def test_rates_give_the_loss_at_each_of_them_as_table_json_and_figure(rule: str, runs: Path) -> None:
-    pytest.importorskip("matplotlib", reason="figures need the extra viz")
-    run = runs / rule
-    printed = said("evaluate", run, "--rates", "0,0.5,2,4", "--dtype", "float32")
-    found = read(run / "rates.json")
-    assert (run / "rates.png").read_bytes().startswith(b"\x89PNG")
-    assert not (run / "evaluation.json").exists()
-    points = found["points"]
-    assert [point["rate"] for point in points] == [None, 0, 0.5, 2, 4]
-    assert (points[1]["fanout"], points[4]["fanout"]) == (0, 4)
-    assert 0 < points[2]["fanout"] < points[3]["fanout"] < 4
-    for point in points:
-        model, tokenizer = load_model(run, rate=point["rate"])
-        tokens = pack(open_source(str(runs / "corpus.jsonl")), tokenizer, "validation")
-        expected = evaluate(model, tokens, tokenizer)
-        assert point["loss"] == pytest.approx(expected.loss, rel=1e-5)
-        assert point["tokens"] == expected.tokens
-        fanouts = [float(observation.fanout_mean) for observation in expected.observations]
-        assert point["fanouts"] == pytest.approx(fanouts, rel=1e-5)
-        assert f"{point['loss']:.4f}" in printed
-        active = parameter_counts(model.config, rate=point["fanout"])["active"]
-        assert point["params_active"] == pytest.approx(active, abs=1)
-        forward = flops_per_token(model.config, rate=point["fanout"]) / 3
-        assert point["flops_per_token"] == pytest.approx(forward, rel=1e-4)
-    all_of_them = parameter_counts(model.config)["total"]
-    assert points[4]["params_active"] == all_of_them
-
-
-def test_several_runs_share_one_table_and_the_figure_of_the_first(runs: Path) -> None:
+def test_rates_give_the_loss_of_each_run_at_each_of_them_as_table_json_and_figure(runs: Path) -> None:
     pytest.importorskip("matplotlib", reason="figures need the extra viz")
     both = [runs / "expert_choice", runs / "expert_threshold"]
-    printed = json.loads(said("evaluate", *both, "--rates", "1,1", "--json"))
-    assert [found["run"] for found in printed] == ["expert_choice", "expert_threshold"]
-    assert [point["rate"] for point in printed[0]["points"]] == [None, 1]
-    assert printed == [read(run / "rates.json") for run in both]
+    printed = said("evaluate", *both, "--rates", "0,0.5,2,4", "--dtype", "float32")
+    for run in both:
+        points = read(run / "rates.json")["points"]
+        assert not (run / "evaluation.json").exists()
+        assert [point["rate"] for point in points] == [None, 0, 0.5, 2, 4]
+        assert (points[1]["fanout"], points[4]["fanout"]) == (0, 4)
+        assert 0 < points[2]["fanout"] < points[3]["fanout"] < 4
+        for point in points:
+            model, tokenizer = load_model(run, rate=point["rate"])
+            tokens = pack(open_source(str(runs / "corpus.jsonl")), tokenizer, "validation")
+            expected = evaluate(model, tokens, tokenizer)
+            assert point["loss"] == pytest.approx(expected.loss, rel=1e-5)
+            assert point["tokens"] == expected.tokens
+            fanouts = [float(observation.fanout_mean) for observation in expected.observations]
+            assert point["fanouts"] == pytest.approx(fanouts, rel=1e-5)
+            assert f"{point['loss']:.4f}" in printed
+            active = parameter_counts(model.config, rate=point["fanout"])["active"]
+            assert point["params_active"] == pytest.approx(active, abs=1)
+            forward = flops_per_token(model.config, rate=point["fanout"]) / 3
+            assert point["flops_per_token"] == pytest.approx(forward, rel=1e-4)
+        assert points[4]["params_active"] == parameter_counts(model.config)["total"]
+    assert (both[0] / "rates.png").read_bytes().startswith(b"\x89PNG")
     drawn = (both[0] / "rates.svg").read_text()
     assert all(text in drawn for text in ("expert_choice", "expert_threshold", "routed experts per token"))
+    again = json.loads(said("evaluate", *both, "--rates", "1,1", "--json"))
+    assert [found["run"] for found in again] == ["expert_choice", "expert_threshold"]
+    assert [point["rate"] for point in again[0]["points"]] == [None, 1]
+    assert again == [read(run / "rates.json") for run in both]
 
 
 def test_without_matplotlib_nothing_is_measured(runs: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
