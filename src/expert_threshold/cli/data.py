@@ -170,8 +170,8 @@ ENTRIES = {
         "tokenize shards in advance, so that training can read them at almost no cost",
         [
             SOURCE,
-            Option("tokenizer", str, BESIDE, "The tokenizer.json to use, any byte-level BPE.", derived=True),
-            Option("out", str, "SOURCE-tokens", "The folder to create, or to complete.", derived=True),
+            Option("tokenizer", str, BESIDE, "The tokenizer.json to use. Any byte-level BPE works.", derived=True),
+            Option("out", str, "SOURCE-tokens", "The folder to create, or to complete if unfinished.", derived=True),
             TEXT_FIELD,
         ],
     ),
