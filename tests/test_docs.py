@@ -15,7 +15,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,8 +37,6 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 REASON = re.compile(r"<!-- not run: (.+) -->")
 COMMAND = re.compile(r"(\S+=\S+ )?(et|make|pip|python|curl|torchrun|lm_eval) ")
 SERVED = "http://127.0.0.1:8000"
-WAIT = 60
-"""Seconds for what takes none, before a test fails."""
 
 
 class Block(NamedTuple):
@@ -229,23 +226,17 @@ class Reader:
                 assert self.url is not None, "nothing is served"
                 if shutil.which("curl") is None:
                     pytest.skip("this machine has no curl")
-                subprocess.run(["curl", "--fail", *arguments], check=True, timeout=WAIT, capture_output=True)
+                subprocess.run(["curl", "--fail", *arguments], check=True, timeout=60, capture_output=True)
             case _:
                 raise AssertionError(f"no way to run {shlex.join(words)}; say in the page why it is not run")
 
     def serve(self, app: Any, sockets: Any) -> None:
         """Stands in for a server that runs until it is interrupted, after ending the one before it."""
-        from served import Running
+        from served import running
 
         self.close()
-        server = Running(app)
         kept = [each.dup() for each in sockets]  # the command closes its own
-        thread = threading.Thread(target=server.run, args=(kept,))
-        thread.start()
-        assert server.listening.wait(WAIT)
-        self.url = server.url
-        self.end.callback(thread.join, WAIT)
-        self.end.callback(setattr, server, "should_exit", True)
+        self.url = self.end.enter_context(running(app, kept)).url
 
     def close(self) -> None:
         self.end.close()

@@ -59,6 +59,21 @@ class Running(uvicorn.Server):
         return f"http://127.0.0.1:{port}"
 
 
+@contextlib.contextmanager
+def running(app: Starlette, sockets: Any) -> Iterator[Running]:
+    """A server in a thread, which ends with the context."""
+    server = Running(app)
+    thread = threading.Thread(target=server.run, args=(sockets,))
+    thread.start()
+    try:
+        assert server.listening.wait(PATIENCE)
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
 class Served:
     def __init__(self, server: Running, app: Starlette) -> None:
         self.url, self.app, self.server = server.url, app, server
@@ -85,16 +100,8 @@ def served(
     app = create_app(
         kind(model or small_model(), small_tokenizer(), **(engine or {})), "small", limits=limits, **options
     )
-    server = Running(app)
-    thread = threading.Thread(target=server.run, args=(bind("127.0.0.1", 0),))
-    thread.start()
-    try:
-        assert server.listening.wait(PATIENCE)
+    with running(app, bind("127.0.0.1", 0)) as server:
         yield Served(server, app)
-    finally:
-        server.should_exit = True
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
 
 
 class Reply(NamedTuple):
