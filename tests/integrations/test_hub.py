@@ -12,7 +12,7 @@ pytest.importorskip("huggingface_hub", reason="needs huggingface_hub: pip instal
 from cases import et, small_model, write_run, write_text
 from expert_threshold.data.public import VARIABLE
 from expert_threshold.runs import load_model
-from hub import hub_server
+from hub import hub_server, point_at
 
 
 def test_a_pushed_export_is_imported_and_trained_on_by_its_name(
@@ -41,3 +41,15 @@ def test_a_pushed_export_is_imported_and_trained_on_by_its_name(
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[name]), name
     assert str(cached) in (tmp_path / "b" / "config.json").read_text(encoding="utf-8")
+
+
+def test_without_a_network_a_model_that_is_not_cached_is_refused_without_retries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("a retry"))
+    point_at("http://127.0.0.1:9", monkeypatch)
+    assert et("audit", "missing/thing") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "missing/thing, which is not a folder here, cannot be downloaded" in line

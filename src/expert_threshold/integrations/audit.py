@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..data.public import hub_errors
 from ..files import read_json
 from ..runs import RunFolder, load_model
 from ..runs.folder import FORMAT
@@ -41,6 +42,10 @@ def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dty
     hub_logging.set_verbosity_error()  # each retry logs a warning
     logging.set_verbosity_error()  # the causes of its warnings are checked here
     logging.disable_progress_bar()
+    if not path.is_dir():
+        with hub_errors(f"{name}, which is not a folder here,") as hub:
+            if hub.try_to_load_from_cache(name, "config.json") is None:  # otherwise no network is needed
+                hub.HfApi().model_info(name, timeout=10)  # asks once, whereas transformers would retry for a minute
     try:
         loader: Any = AutoModelForCausalLM
         model, info = loader.from_pretrained(name, dtype=dtype, output_loading_info=True)
