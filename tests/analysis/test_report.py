@@ -7,10 +7,11 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,6 +78,7 @@ class Page(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
+        self.html = html
         self.open: list[str] = []
         self.attributes: list[tuple[str, str, str]] = []
         self.texts: dict[str, list[str]] = {}
@@ -104,17 +106,11 @@ class Page(HTMLParser):
         return [value for _, name, value in self.attributes if name == "id"]
 
 
-class Report(NamedTuple):
-    html: str
-    page: Page
-
-
 @pytest.fixture(scope="module")
-def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
+def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
     """The report of the expert-threshold run."""
     folder = shutil.copytree(runs / "et", tmp_path_factory.mktemp("report") / "run")
-    html = write_report(RunFolder.open(folder)).read_text(encoding="utf-8")
-    return Report(html, Page(html))
+    return page_of(RunFolder.open(folder))
 
 
 def page_of(folder: RunFolder) -> Page:
@@ -141,54 +137,53 @@ def test_a_report_has_the_figures_that_the_rule_has_numbers_for_and_reasons_for_
         assert re.search(f"{title}[^.]*{reasons[name]}", page.texts["ul"][-1])
 
 
-def test_a_page_asks_no_other_host_and_runs_no_script_but_its_own(report: Report) -> None:
-    html, page = report
-    assert not {"iframe", "object", "embed"} & page.texts.keys()
-    *charts, script = page.texts["script"]
+def test_a_page_asks_no_other_host_and_runs_no_script_but_its_own(report: Page) -> None:
+    assert not {"iframe", "object", "embed"} & report.texts.keys()
+    *charts, script = report.texts["script"]
     assert script.strip() == SCRIPT.strip()
     assert all(json.loads(chart) for chart in charts)
-    for tag, name, value in page.attributes:
+    for tag, name, value in report.attributes:
         if name in ("src", "href", "action", "data", "srcset"):
             assert value.startswith(("data:", "#")), (tag, name, value)
         assert not name.startswith("on"), (tag, name)
-    assert "@import" not in html
-    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
-    without_samples = re.sub(r"<pre>.*?</pre>", "", html, flags=re.DOTALL)
+    assert "@import" not in report.html
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", report.html))
+    without_samples = re.sub(r"<pre>.*?</pre>", "", report.html, flags=re.DOTALL)
     assert not re.search(r"https?:", without_samples)
 
 
-def test_text_of_samples_is_shown_and_not_obeyed(report: Report) -> None:
-    texts = report.page.texts["pre"]
+def test_text_of_samples_is_shown_and_not_obeyed(report: Page) -> None:
+    texts = report.texts["pre"]
     shown = SAMPLE.replace("\x00", "\ufffd").replace("\x0c", "\ufffd")
     assert texts[0] == f"step 8 {shown}"
     assert texts[1] == f"step 4 {shown}"
 
 
-def test_ids_are_unique_and_what_is_referred_to_exists(report: Report) -> None:
-    ids = report.page.ids()
+def test_ids_are_unique_and_what_is_referred_to_exists(report: Page) -> None:
+    ids = report.ids()
     assert ids
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', report.html)) <= set(ids)
 
 
-def test_pages_and_figures_follow_the_theme(report: Report) -> None:
+def test_pages_and_figures_follow_the_theme(report: Page) -> None:
     for name in set(re.findall(r"var\(--([\w-]+)\)", report.html)):
         assert report.html.count(f"--{name}:#") == 2, name
     assert re.search(r"prefers-color-scheme: dark\) { svg { filter: invert", CSS)
     assert "background" not in "".join(re.findall(r"<svg.*?</svg>", report.html, flags=re.DOTALL))
 
 
-def test_figures_are_named_for_those_who_do_not_see_them(report: Report) -> None:
-    attributes = report.page.attributes
+def test_figures_are_named_for_those_who_do_not_see_them(report: Page) -> None:
+    attributes = report.attributes
     named = [value for tag, name, value in attributes if (tag, name) == ("svg", "aria-label")]
     images = [value for tag, name, value in attributes if (tag, name) == ("svg", "role")]
     assert len(named) == len(images)
     assert {name.removeprefix("Chart: ") for name in named} == FIGURES["expert_threshold"]
 
 
-def test_the_same_records_make_the_same_page(report: Report, runs: Path, tmp_path: Path) -> None:
+def test_the_same_records_make_the_same_page(report: Page, runs: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(runs / "et", tmp_path / "run")
-    assert write_report(RunFolder.open(folder)).read_text(encoding="utf-8") == report.html
+    assert page_of(RunFolder.open(folder)).html == report.html
 
 
 def nulls(value: Any) -> Any:
@@ -200,20 +195,14 @@ def nulls(value: Any) -> Any:
     return {key: nulls(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def only(record: Any, split: str, step: int) -> Any:
+def only(split: str, step: int, record: Any) -> Any:
     return record if (record["split"], record["step"]) == (split, step) else None
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "every record": (lambda record: None, set()),
-    "one training record": (
-        lambda record: record if (record["split"], record["step"]) == ("train", 1) else None,
-        {"Loss"},
-    ),
-    "one validation": (
-        lambda record: record if (record["split"], record["step"]) == ("validation", 2) else None,
-        {"Loss"},
-    ),
+    "one training record": (partial(only, "train", 1), {"Loss"}),
+    "one validation": (partial(only, "validation", 2), {"Loss"}),
     "numbers of some records": (
         lambda record: nulls(record) | {"seconds": record.get("seconds")} if record["step"] in (2, 3, 6) else record,
         {"Loss"},

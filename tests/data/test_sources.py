@@ -48,7 +48,7 @@ def standard_library() -> Corpus:
 
 
 def test_the_embedded_corpus_has_code_and_prose_of_about_ten_megabytes(standard_library: Corpus) -> None:
-    names = [name for split in standard_library.readers.values() for name, _ in split()]
+    names = [name for split in embedded.documents() for name, _ in split]
     assert {"argparse.py", "argparse.py#docstrings", "json/decoder.py"} <= set(names)
     assert len(names) == len(set(names))
     assert 7e6 < standard_library.bytes < 14e6
@@ -56,7 +56,7 @@ def test_the_embedded_corpus_has_code_and_prose_of_about_ten_megabytes(standard_
 
 
 def test_the_embedded_validation_split_is_small_and_has_no_file_or_text_of_training(standard_library: Corpus) -> None:
-    train, validation = (dict(standard_library.readers[split]()) for split in ("train", "validation"))
+    train, validation = map(dict, embedded.documents())
     assert not {name.split("#")[0] for name in train} & {name.split("#")[0] for name in validation}
     assert not set(train.values()) & set(validation.values())
     assert 0.5 * embedded.VALIDATION_BYTES < standard_library.sizes["validation"].bytes <= embedded.VALIDATION_BYTES

@@ -23,7 +23,6 @@ from commands import content
 from expert_threshold.data import IGNORED, Batch, Corpus, Loader, Position, Tokenizer, Tokens, open_source, pack
 from expert_threshold.data.loader import Stream
 from expert_threshold.data.token_files import write_tokens
-from expert_threshold.data.tokens import TextParts
 from ranks import run_on_ranks
 
 BOS = 9
@@ -62,6 +61,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(TEXTS, 300)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Any:
+    return open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
 
 
 def epoch_of(loader: Loader, epoch: int) -> list[int]:
@@ -223,9 +227,8 @@ def test_the_hash_of_shards_follows_names_and_contents(tmp_path: Path) -> None:
     assert open_source(str(folder)).hash != before
 
 
-def test_streaming_shards_meets_every_document_and_resumes(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
-    parts = parts_of(corpus, tokenizer)
+def test_streaming_shards_meets_every_document_and_resumes(corpus: Corpus, tokenizer: Tokenizer) -> None:
+    parts = corpus.parts("train", tokenizer)
     loader = Loader(parts, 1, 32, seed=3, threads=2)
     everything = pack(corpus, tokenizer, "train")
     assert Counter(epoch_of(loader, 0)) == Counter(everything.ids.tolist())
@@ -235,12 +238,7 @@ def test_streaming_shards_meets_every_document_and_resumes(tmp_path: Path, token
     assert_equal(next(again), next(loader))
 
 
-def parts_of(corpus: Corpus, tokenizer: Tokenizer) -> TextParts:
-    return corpus.parts("train", tokenizer)  # type: ignore[misc, return-value]
-
-
-def test_packing_stops_once_there_is_enough(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
+def test_packing_stops_once_there_is_enough(corpus: Corpus, tokenizer: Tokenizer) -> None:
     everything = pack(corpus, tokenizer, "validation")
     some = pack(corpus, tokenizer, "validation", max_tokens=10)
     assert 10 <= len(some) < len(everything)
@@ -278,8 +276,9 @@ def tokenized(corpus: Corpus, tokenizer: Tokenizer, folder: Path, **options: Any
     )
 
 
-def test_tokens_on_disk_give_the_same_batches_as_their_shards(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
+def test_tokens_on_disk_give_the_same_batches_as_their_shards(
+    corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     tokenized(corpus, tokenizer, tmp_path / "tokens")
     stored = open_source(str(tmp_path / "tokens"))
     assert (stored.hash, stored.sizes) == (corpus.hash, corpus.sizes)
@@ -287,7 +286,7 @@ def test_tokens_on_disk_give_the_same_batches_as_their_shards(tmp_path: Path, to
     for split in corpus.sizes:
         assert list(stored.documents(split)) == list(corpus.documents(split))
     assert pack(stored, tokenizer, "validation").ids.tolist() == pack(corpus, tokenizer, "validation").ids.tolist()
-    streamed = Loader(parts_of(corpus, tokenizer), 2, 32, seed=5)
+    streamed = Loader(corpus.parts("train", tokenizer), 2, 32, seed=5)
     for _ in range(20):
         next(streamed)
     mapped = Loader(stored.parts("train", tokenizer), 2, 32, seed=5, position=streamed.position)
@@ -296,8 +295,7 @@ def test_tokens_on_disk_give_the_same_batches_as_their_shards(tmp_path: Path, to
         assert mapped.position == streamed.position
 
 
-def test_tokenizing_resumes_where_it_was_interrupted(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
+def test_tokenizing_resumes_where_it_was_interrupted(corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer) -> None:
     tokenized(corpus, tokenizer, tmp_path / "whole")
 
     def interrupt(done: int, total: int) -> None:
@@ -316,9 +314,9 @@ def test_tokenizing_resumes_where_it_was_interrupted(tmp_path: Path, tokenizer: 
 
 
 def test_tokenizing_goes_on_after_a_full_disk(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    corpus, out = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16))), tmp_path / "tokens"
+    out = tmp_path / "tokens"
 
     def full(self: Tokenizer, path: Path) -> None:
         path.write_text("{")
@@ -332,8 +330,7 @@ def test_tokenizing_goes_on_after_a_full_disk(
     assert open_source(str(out)).hash == corpus.hash
 
 
-def test_a_folder_of_other_tokens_is_left_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
+def test_a_folder_of_other_tokens_is_left_alone(corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer) -> None:
     out = tmp_path / "tokens"
     tokenized(corpus, tokenizer, out)
     with pytest.raises(ValueError, match=r"contains tokens of another text or tokenizer; use another --out"):
@@ -345,8 +342,7 @@ def test_a_folder_of_other_tokens_is_left_alone(tmp_path: Path, tokenizer: Token
         stored.parts("train", Tokenizer.train(TEXTS, 290))
 
 
-def test_damaged_token_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = open_source(str(write_shards(tmp_path / "shards", TEXTS, 4, 16)))
+def test_damaged_token_files_are_named(corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer) -> None:
     out = tmp_path / "tokens"
     tokenized(corpus, tokenizer, out)
     path = out / "train" / "000000.npz"

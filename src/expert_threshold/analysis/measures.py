@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..routing import bounds, kth_largest, take
+from ..routing import kth_largest, take
 
 
 def consistency(a: Tensor, b: Tensor) -> dict[str, float]:
@@ -81,16 +81,14 @@ def routing_objective(scores: Tensor, assignment: Tensor) -> Tensor:
     return torch.where(assignment, scores.double(), 0).sum((-2, -1))
 
 
-def best_expert_choice(scores: Tensor, experts_per_token: float) -> Tensor:
-    """Return the assignment that maximises Σ z·r for float32 scores (tokens, experts) with k tokens per expert.
+def best_expert_choice(scores: Tensor, k: int) -> Tensor:
+    """Return the assignment that maximises Σ z·r in each pool, for float32 scores (pools, tokens, experts).
 
-    k = ⌊tokens · experts_per_token / experts⌋ (paper, Eq. 4). Fanouts are free, so no constraint links two experts, and
-    the optimum is the k best tokens of each expert. Raises ValueError if k is 0.
+    Every expert gets k tokens of a pool (paper, Eq. 4; Eq. 5 if there is one pool). Fanouts are free, so no constraint
+    links two experts, and the optimum is the k best tokens of each expert.
     """
-    tokens, experts = scores.shape
-    k, _, _ = bounds(tokens, experts_per_token, experts, slack=0)
-    (cut,) = kth_largest(scores[None], [k])
-    return take(scores[None], cut)[0]
+    (cut,) = kth_largest(scores, [k])
+    return take(scores, cut)
 
 
 def best_token_choice(scores: Tensor, experts_per_token: int, load: int) -> Tensor:

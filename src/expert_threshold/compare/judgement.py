@@ -64,14 +64,11 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
         pairs = [(run, runs[baseline][seed]) for seed, run in own.items() if seed in runs.get(baseline, {})]
         if not pairs:
             continue
-        last, by_flops, by_seconds = (
-            None if method == baseline else _minus(losses)
-            for losses in (
-                [(mine.loss, other.loss) for mine, other in pairs],
-                [_at_equal(mine, mine.flops, other, other.flops) for mine, other in pairs],
-                [_at_equal(mine, mine.clock, other, other.clock) for mine, other in pairs],
-            )
-        )
+        last = by_flops = by_seconds = None
+        if method != baseline:
+            last = _minus([(mine.loss, other.loss) for mine, other in pairs])
+            by_flops = _minus([_at_equal(mine, mine.flops, other, other.flops) for mine, other in pairs])
+            by_seconds = _minus([_at_equal(mine, mine.clock, other, other.clock) for mine, other in pairs])
         if last is not None and len(last) > 1:
             family[method] = last
         rows.append(

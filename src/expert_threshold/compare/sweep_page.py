@@ -15,7 +15,7 @@ from ..analysis.page import Exhibit, exhibit, exhibits, facts, folded, page, sec
 from ..analysis.sentences import counted, fixed
 from ..files import replace_file
 
-NATS = text("Nats per token, in validation.")
+BEST = "Best options"
 HEAD = ("method", "trials", "best loss", "current loss", "option", "best")
 STATES = ("finished", "pruned", "diverged", "refused")
 MOST = 0.6
@@ -38,9 +38,7 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
     }
     body = [
         f"<header><h1>{escape(title)}</h1>\n{facts(entries.items())}</header>",
-        section(
-            "Best options", table(HEAD, best_rows(studies), "Best options"), text("Nats per token, in validation.")
-        ),
+        section(BEST, table(HEAD, best_rows(studies), BEST), text("Nats per token, in validation.")),
         *(exhibits(name, figures(study)) for name, study in studies.items() if study["best"] is not None),
         *(trials(name, study) for name, study in studies.items()),
     ]

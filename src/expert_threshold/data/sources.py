@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -64,7 +65,7 @@ class Corpus:
     name: str
     hash: str
     sizes: Mapping[Split, Size]
-    readers: Mapping[Split, Reader] = field(repr=False)
+    texts: Mapping[Split, Callable[[], Iterator[str]]] = field(repr=False)
     parts: Callable[[Split, Tokenizer], Parts] | None = field(default=None, repr=False)
     tokenizer: Tokenizer | None = field(default=None, repr=False)
     tokenized: bool = False
@@ -73,7 +74,7 @@ class Corpus:
 
     def documents(self, split: Split) -> Iterator[str]:
         """Return an iterator over the texts of one split, in a fixed order."""
-        return (text for _, text in self.readers[split]())
+        return self.texts[split]()
 
     def beginning(self, characters: int, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
         """Yield the first `characters` characters of the training split, text by text. `progress` is called with the
@@ -150,7 +151,7 @@ def open_source(
 
     return make_corpus(
         config.source,
-        {"train": lambda: read("train"), "validation": lambda: read("validation")},
+        {split: partial(read, split) for split in SPLITS},
         "add more distinct documents, as files, .jsonl lines, .parquet rows or one .txt file of more than 16 KiB",
         [*notes, *_about_nulls(nulls)],
     )
@@ -188,16 +189,15 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
         raise ValueError(
             f"train_shards={number}: {config.source} has {there} training shards; add more, or use at most {there}"
         )
-    train = files.open_shards(by_name["train"][:number], config.text_field)
-    validation = files.open_shards(by_name["validation"], config.text_field)
-    shards: dict[Split, files.Shards] = {"train": train, "validation": validation}
+    by_name["train"] = by_name["train"][:number]
+    shards = {split: files.open_shards(by_name[split], config.text_field) for split in SPLITS}
     # Shards may be in a subfolder, and the tokenizer in either folder.
     beside = next((folder / TOKENIZER for folder in (root, paths[0].parent) if (folder / TOKENIZER).is_file()), None)
     return Corpus(
         config.source,
         hashlib.sha256("".join(shards[split].hash for split in SPLITS).encode()).hexdigest(),
         {split: Size(found.documents, found.bytes) for split, found in shards.items()},
-        {"train": lambda: _numbered(train.texts()), "validation": lambda: _numbered(validation.texts())},
+        {split: found.texts for split, found in shards.items()},
         lambda split, tokenizer: TextParts(shards[split], tokenizer),
         None if beside is None else Tokenizer.load(beside),
         train_shards=number,
@@ -217,18 +217,11 @@ def _open_tokens(name: str, folder: Path) -> Corpus:
         name,
         manifest["corpus"],
         {split: Size(*manifest["sizes"][split]) for split in SPLITS},
-        {
-            "train": lambda: _numbered(parts["train"].texts(ours)),
-            "validation": lambda: _numbered(parts["validation"].texts(ours)),
-        },
+        {split: partial(parts[split].texts, ours) for split in SPLITS},
         with_tokenizer,
         ours,
         tokenized=True,
     )
-
-
-def _numbered(texts: Iterator[str]) -> Iterator[embedded.Document]:
-    return ((str(place), text) for place, text in enumerate(texts))
 
 
 def absolute(source: str) -> str:
@@ -250,6 +243,10 @@ def _hash_share(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) / 2**56
 
 
+def _texts(read: Reader) -> Iterator[str]:
+    return (text for _, text in read())
+
+
 def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str, notes: Sequence[str] = ()) -> Corpus:
     """Read all documents once and return the corpus. Raises ValueError with the remedy if a split is empty."""
     digest = hashlib.sha256()
@@ -263,7 +260,8 @@ def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str, notes: 
             documents += 1
             total += len(data)
         sizes[split] = Size(documents, total)
-    corpus = Corpus(name, digest.hexdigest(), sizes, readers, notes=notes)
+    texts = {split: partial(_texts, read) for split, read in readers.items()}
+    corpus = Corpus(name, digest.hexdigest(), sizes, texts, notes=notes)
     if corpus.bytes == 0:
         raise ValueError(f"{name} contains no documents; {remedy}")
     for split, size in sizes.items():

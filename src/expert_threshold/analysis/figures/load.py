@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...model import GPTConfig, flops_per_token, parameter_counts
 from ...model.trace import Trace
-from ...routing import kth_largest, take
 from ..material import Material
 from ..measures import best_expert_choice, best_token_choice, routing_objective
 from ..measures import load_spread as spread_of
@@ -150,11 +149,10 @@ def _objectives(scores: Tensor, assignment: Tensor) -> dict[str, float] | None:
         return float((routing_objective(of, chosen).sum() / chosen.sum() - mean) / std)
 
     together = batches.flatten(0, 1)[None]
-    (population,) = kth_largest(together, [max(round(fanout * sample.numel() / experts), 1)])
-    found = {"rule": edge(assignment, batches), "population": edge(take(together, population), together)}
-    found["load"] = fanout
-    if size * fanout >= experts:
-        found["choice"] = edge(torch.stack([best_expert_choice(batch, fanout) for batch in batches]), batches)
+    population = best_expert_choice(together, max(round(fanout * sample.numel() / experts), 1))
+    found = {"rule": edge(assignment, batches), "population": edge(population, together), "load": fanout}
+    if k := int(assignment.sum()) // (BATCHES * experts):
+        found["choice"] = edge(best_expert_choice(batches, k), batches)
     if find_spec("scipy") is not None:
         most = max(round(fanout), 1)
         load = min(max(round(size * fanout / experts), 1), size * most // experts)
