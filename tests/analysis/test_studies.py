@@ -31,7 +31,7 @@ from expert_threshold.analysis.figures.scores import _slope, _spreads
 from expert_threshold.analysis.figures.specialisation import draw_passage_intensity, lay_out
 from expert_threshold.analysis.figures.style import style
 from expert_threshold.analysis.material import cut_windows
-from expert_threshold.analysis.measures import best_token_choice
+from expert_threshold.analysis.measures import best_expert_choice, best_token_choice
 from expert_threshold.analysis.page import svg
 from expert_threshold.analysis.plain import array, plain
 from expert_threshold.data import IGNORED
@@ -170,6 +170,14 @@ def test_a_rule_and_its_optima_are_of_the_same_tokens() -> None:
     assert found["load"] == 1
     assert found["rule"] == pytest.approx(found["balanced"])
     assert _objectives(torch.ones(4096, 8), assignment) is None
+
+
+def test_the_best_choice_of_each_batch_is_its_own_optimum() -> None:
+    """With six experts, the optimum had a token fewer, by the rounding of the fanout."""
+    scores = torch.randn(4, 126, 6, generator=torch.Generator().manual_seed(0))
+    found = _objectives(scores.flatten(0, 1), best_expert_choice(scores, 23).flatten(0, 1))
+    assert found is not None
+    assert found["choice"] == found["rule"]
 
 
 def test_a_persistent_imbalance_does_not_vanish_with_more_tokens() -> None:
