@@ -53,9 +53,10 @@ def record_run(
     new = [*given, "--data", str(data), "--out", str(place)]
     code = et(["train", *(["--resume", str(place)] if resumed else new)])
     folder = RunFolder.open(place)
-    *lines, last = folder.metrics.read()
-    if code or last["split"] != "validation":
+    lines = folder.metrics.read()
+    if code or not lines or lines[-1]["split"] != "validation":
         sys.exit(code or 130)
+    last = lines.pop()
     settled = [line for line in lines if line["split"] == "train" and line["step"] - line["steps"] >= steps / 4]
     git = ["git", "-C", str(Path(expert_threshold.__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     made = run | {
