@@ -206,8 +206,9 @@ def test_the_page_shows_its_tables_as_the_records_give_them() -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = (docs / "evidence.md").read_text(encoding="utf-8")
     assert claims.table() in page
-    for records in ("records.jsonl", "test.jsonl"):
-        assert ladder.rivals(ladder.read(docs / "results" / "evidence" / "ladder" / records)) in page
+    records = docs / "results" / "evidence" / "ladder"
+    for name, table in (("records", ladder.rivals), ("test", ladder.rivals), ("rates", ladder.rates)):
+        assert table(ladder.read(records / f"{name}.jsonl")) in page
 
 
 def test_a_gap_is_predicted_by_its_law_without_a_look_at_the_rung_itself() -> None:
