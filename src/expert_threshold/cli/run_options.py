@@ -76,7 +76,7 @@ def preset_of(given: Given) -> str:
 
 
 def start_of(given: Given) -> dict[str, str]:
-    """Return what the options start from: preset, recipe and file. With a file, the default preset is omitted."""
+    """Return the preset, recipe and file that options are based on. With a file, the default preset is omitted."""
     typed = {name: given[name] for name in ("preset", "recipe", "config") if given.get(name) is not None}
     return typed if "config" in typed else {"preset": preset_of(given)} | typed
 

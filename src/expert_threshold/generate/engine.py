@@ -323,7 +323,7 @@ class Engine:
                 self._finish(row)
 
     def step(self) -> list[ActiveRequest]:
-        """Admit waiting requests, prefill part of one prompt, and decode a token in every row whose prompt was read.
+        """Admit waiting requests, prefill part of one prompt, and decode a token in every row that is prefilled.
 
         Returns the requests that made progress.
         """

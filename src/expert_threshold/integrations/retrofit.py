@@ -1,6 +1,6 @@
 """Converts a top-k checkpoint, either a run or a transformers model, into a model with variable fanout.
 
-The cutoffs are computed from the scores of a text. The checkpoint can then be distilled into its converted copy.
+The cutoffs are computed from a text's scores. The checkpoint can then be distilled into its converted copy.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class CacheSlice:
         return self._masks[window]
 
     def last(self) -> Tensor:
-        """Return the embedding of the last token in each row, (rows, d_model), or zeros if the row is empty."""
+        """Return the embedding of each row's last token, (rows, d_model), or zeros for an empty row."""
         return self.cache.last[self._chosen]
 
     def keep_last(self, embedded: Tensor) -> None:

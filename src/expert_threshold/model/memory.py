@@ -1,6 +1,6 @@
 """Estimates the memory of a training step: what each layer keeps for backward, and what its backward adds.
 
-Small tensors are ignored, such as one number per token or head, or what a rule computes besides scores and gates.
+Small tensors are ignored, such as a number per token or head, or a rule's results other than scores and gates.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def score(
     tokens_at_once: int = TOKENS_AT_ONCE,
     shared_prefix: int = SHARED_PREFIX,
 ) -> list[list[Score]]:
-    """Return the scores of the continuations in each group, which may share a prefix like the choices of a question.
+    """Return the scores of the continuations in each group. Like the choices of a question, they may share a prefix.
 
     misses: also count misses, for which logits are materialised. Routing is causal, and the mode of the model does not
     change. tokens_at_once bounds batches of several groups. Raises ValueError if a continuation exceeds the context.

@@ -101,8 +101,7 @@ class Follower:
     def loss(self) -> Tensor | float:
         """Return the routing losses of all forwards since the last call, summed over layers and micro-batches, or 0.0.
 
-        The result is meant for logging and has no gradient, since backward already adds it. Adding the result to a loss
-        only changes the value of the loss.
+        Use the result for logging only: it has no gradient, since backward already adds the losses' gradients.
         """
         total, self._loss = self._loss, 0.0
         return total

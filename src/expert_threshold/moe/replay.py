@@ -1,4 +1,4 @@
-"""Replays the routing of generated text in training, where rounding alone would change the routing of some tokens."""
+"""Replays the routing of generated text in training. Without it, rounding would change the routing of some tokens."""
 
 from __future__ import annotations
 
@@ -102,8 +102,9 @@ class _Replayed(Rule):
 def replay(model: nn.Module, captures: Sequence[Capture]) -> Iterator[None]:
     """Route every forward as captured, even in training: sequence b of a batch follows captures[b]; padding is skipped.
 
-    A forward may omit the last tokens. Gates are computed from the current scores, with gradients. Observations and
-    losses come from the rules' own decisions. Raises ValueError if a batch has a different size or more tokens.
+    A forward may leave out tokens at the end of a capture. Gates are computed from the current scores, with gradients.
+    Observations and losses come from the rules' own decisions. Raises ValueError if a batch has a different size or
+    more tokens.
     """
     found = routers(model)
     longest = max(len(capture.tokens) for capture in captures)

@@ -84,7 +84,7 @@ class RoutingHistory(NamedTuple):
 class Router(nn.Module):
     """Computes r = W_r x (paper, Eq. 1) in float32, for x of any dtype, and applies the routing rule.
 
-    The state of the rule is kept in buffers named `state_<field>`. They are saved with the model, are not cast, and are
+    The rule's state is kept in buffers named `state_<field>`, which are saved with the model, are never cast, and are
     initialised even if the module was built on the meta device. group: the ranks that share a global pool. rate: the
     mean fanout at inference, see `at_rate`; None keeps the trained rate.
     """
@@ -108,7 +108,7 @@ class Router(nn.Module):
             self.reset_state()
 
     def forward(self, x: Tensor, pasts: Sequence[RoutingHistory] | None = None, mask: Tensor | None = None) -> Routing:
-        """Return the routing of x (batch, time, d_model). The state of the rule changes only in `update`.
+        """Return the routing of x (batch, time, d_model). The rule's state changes only in `update`.
 
         pasts: at inference, the past of each sequence that x continues. mask: (batch, time), False for tokens that go
         to no expert and do not affect the routing of other tokens.

@@ -319,7 +319,7 @@ def orthogonalize(
 ) -> Tensor:
     """Return matrices with the same singular vectors and all singular values close to 1. A zero matrix stays zero.
 
-    matrices: (…, rows, columns). Iterates X ← (a + b X Xᵀ + c (X Xᵀ)²) X from X = M / ‖M‖, with each matrix's Frobenius
+    matrices: (…, rows, columns). Iterates X ← (a + b X Xᵀ + c (X Xᵀ)²) X from X = M / ‖M‖, where ‖M‖ is the Frobenius
     norm. newton_schulz: Jordan et al., Muon (2024). polar_express: Amsel et al., The Polar Express (2025), starts from
     X = M / (1.01 ‖M‖). Each polynomial is optimal for the interval in which the previous one leaves the singular
     values, so small values grow faster and all end up closer to 1. dtype: the dtype of the products and the result.

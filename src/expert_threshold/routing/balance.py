@@ -18,7 +18,7 @@ def auxiliary_loss(gates: Tensor, load: Tensor, *, strength: float) -> Tensor:
 
 
 def normalised_load(load: Tensor) -> Tensor:
-    """Return f_i, the load of each expert divided by the mean load. It is 1 under balance and if nothing was routed."""
+    """Return f_i, the load of each expert divided by the mean load. If no token was routed, every f_i is 1."""
     mean = load.sum() / len(load)
     return torch.where(mean > 0, load / mean, 1.0)
 

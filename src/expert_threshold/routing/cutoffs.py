@@ -42,7 +42,8 @@ def sketch(scores: Tensor) -> Tensor:
     """Return the quantiles (levels, experts) of scores (tokens, experts), in descending order.
 
     At most SAMPLE tokens are used. Their spacing is odd, so that every position of even-length sequences is sampled.
-    The h-th largest of n scores estimates the quantile at its expected usage, h / (n + 1). No scores give zeros.
+    The h-th largest of n scores estimates the quantile at its expected usage, h / (n + 1). Without scores, all
+    quantiles are zero.
     """
     if not len(scores):
         return scores.new_zeros(LEVELS, scores.shape[1])
@@ -57,7 +58,7 @@ def sketch(scores: Tensor) -> Tensor:
 
 
 def quantile(sketch: Tensor, usage: float) -> Tensor:
-    """Return the cutoffs (experts,) that a share `usage` of the tokens exceeds: no token if it is 0, all if it is 1."""
+    """Return the cutoffs (experts,) that a share `usage` of the tokens exceeds: no token at 0, and every token at 1."""
     if not 0 < usage < 1:
         return sketch.new_full(sketch.shape[1:], -math.inf if usage else math.inf)
     place = (math.log(usage / (1 - usage)) + LAST) / STEP

@@ -14,7 +14,7 @@ from .selection import Cut, kth_largest
 
 @dataclass(frozen=True)
 class ExpertChoice(ByCutoff):
-    """Exact loads in training, at the cost of looking at the whole pool; at inference, running cutoffs decide."""
+    """Loads are exact in training, where an expert sees the whole pool. At inference, running cutoffs decide."""
 
     num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: float = option(1, "Mean routed experts per token.")

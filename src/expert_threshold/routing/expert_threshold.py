@@ -90,7 +90,7 @@ class ExpertThreshold(ByCutoff):
         return clamp(cutoff(state), at_least, at_most), kth
 
     def update(self, state: CutoffState, observation: Observation) -> CutoffState:
-        """Return the state after line 5."""
+        """Return the state after line 5 of the algorithm."""
         if self.estimator == "trend":
             return follow_trend(state, observation, self.decay)
         return super().update(state, observation)

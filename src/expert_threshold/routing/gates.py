@@ -79,7 +79,7 @@ class Gated(Rule):
         return gates if self.gate_scale == 1 else self.gate_scale * gates
 
     def label_of_gates(self) -> str:
-        """Return the part of a label that names the gates, or an empty string for plain sigmoids."""
+        """Return the part of a rule's label that names its gates, which is empty for plain sigmoids."""
         scale = "" if self.gate_scale == 1 else f" ×{self.gate_scale:g}"
         plural = "" if self.null_scores == 1 else "s"
         nulls = f", {self.null_scores} null score{plural}" if self.null_scores else ""

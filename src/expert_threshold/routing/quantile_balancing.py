@@ -39,7 +39,7 @@ BINS = 1000
 
 @dataclass(frozen=True)
 class QuantileBalancing(Valued):
-    """Every token goes to k experts; loads are balanced by prices, which are quantiles of the last batch's scores.
+    """Every token goes to k experts. Loads are balanced by prices, which are quantiles of the last batch's scores.
 
     Each step is one iteration on the dual of a balanced assignment problem: m tokens go to n experts, with k experts
     per token and m k / n tokens per expert. It needs neither a loss nor a step size. Here s stands for the scores r or,
@@ -49,8 +49,8 @@ class QuantileBalancing(Valued):
         α_t    = the (k+1)-th largest of s[t,·] − β
         β_i    ← the (⌊m k / n⌋ + 1)-th largest of s[·,i] − α, less the mean over experts
 
-    The mean is subtracted because it does not affect the selection and would drift. Without α, the price of a token,
-    this is expert threshold with the cutoff of the last batch (decay 0). Su Jianlin derived the rule
+    The mean does not affect the selection but would drift, so it is subtracted. Without α, the price of a token, this
+    is expert threshold with the cutoff of the last batch (decay 0). Su Jianlin derived the rule
     (kexue.fm/archives/11619; 11626 without a fixed fanout, 11760 per sequence). Kimi K3's technical report uses a
     histogram (section 2.3.3, appendices C and D).
     """
@@ -162,7 +162,7 @@ def _batch_price(observation: Observation) -> Tensor:
 
 
 def kth_of_histogram(values: Tensor, k: int, bins: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the k-th largest value of each expert, up to the width of a bin. values: (tokens, experts).
+    """Return each expert's k-th largest value, to within the width of a bin. values: (tokens, experts).
 
     Bins of equal width divide the range between an expert's smallest and largest value on all ranks of the group.
     Tokens are assumed to be spread evenly within a bin. k is between 1 and the number of tokens on all ranks.

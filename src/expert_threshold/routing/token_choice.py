@@ -90,7 +90,7 @@ class TokenChoice(Valued):
     def route(
         self, scores: Tensor, state: BiasState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Route by z_t = Top(s_t + b), with ties to the lower expert. scores: (batch, time, num_scores) float32."""
+        """Route scores (batch, time, num_scores) float32 by z_t = Top(s_t + b). Ties go to the lower index."""
         tokens, experts = scores[..., 0].numel(), self.num_experts
         values = self.values_of(scores)
         biased = self._in_best_groups((values + state.bias).reshape(tokens, experts))

@@ -107,7 +107,7 @@ class _Bounded(H11Protocol):
         ]
 
     def _look(self) -> None:
-        """Stop the deadline once the headers have arrived, and stop waiting once the request is complete."""
+        """Cancel the deadline when the headers have arrived, and stop waiting when the request is complete."""
         if self.cycle is None or self.cycle.response_complete:
             return
         if self.cycle.more_body:

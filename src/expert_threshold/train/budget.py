@@ -26,7 +26,7 @@ that aim before its number of steps is changed."""
 
 
 class Between(NamedTuple):
-    """One kind of work that is done between steps and at the end."""
+    """A kind of work that is done between steps and at the end of the run."""
 
     every: int | None  # the interval in steps; None does the work only at the end
     guess: float = 0.0  # the duration, in steps, that is assumed until it is measured

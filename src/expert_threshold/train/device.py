@@ -79,7 +79,7 @@ HEAP_BYTES = 4 << 30  # of address space, not of memory
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory instead of returning it, so that large tensors do not cause page faults every time.
+    """Make glibc keep freed memory instead of returning it, so that large tensors do not cause new page faults.
 
     The heap is extended once by an untouched block of huge pages, from which tensors are then allocated. Without it,
     each of the first dozens of quickstart's steps has thousands of page faults, which take 5 µs each. This affects the

@@ -43,7 +43,7 @@ class Timer:
 
     @contextmanager
     def measure(self, work: str | None = None) -> Iterator[None]:
-        """Measure a step or, if `work` is given, the named work between steps."""
+        """Measure the time of a step or, if `work` is given, of the named work between steps."""
         before = now()
         yield
         self._state.budget.took(now() - before, work)
@@ -132,7 +132,7 @@ class Evaluations:
         return any(map(self._is_due, self.every))
 
     def need_checkpoint(self) -> bool:
-        """Return True if CORE is due, or a sample of a model that no rank holds whole. Both need a checkpoint first."""
+        """Return True if CORE is due, or a sample of a model that no rank holds whole; both read a checkpoint."""
         return self._is_due("core") or (self.parallel.splits_model and self._is_due("sample"))
 
     def _is_due(self, kind: str) -> bool:

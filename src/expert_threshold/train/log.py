@@ -41,7 +41,7 @@ Title = Callable[[float | None], str]
 
 
 class RunConsole(Console):
-    """A console that prints nothing more once its terminal, or the reader of its output, is gone. The run continues."""
+    """A console that goes silent when its terminal or the reader of its output is gone, so that the run continues."""
 
     def _check_buffer(self) -> None:
         try:
@@ -64,7 +64,7 @@ def say(console: Console, text: str) -> None:
 
 
 class Display:
-    """Shows the progress of long work on a console. Nothing is shown if it is None. name: starts each line."""
+    """Shows the progress of long-running tasks on a console, if there is one. name: starts each line."""
 
     def __init__(self, console: Console | None, name: str = "") -> None:
         self._console = console
@@ -126,7 +126,7 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return h:mm:ss, or m:ss below an hour."""
+    """Format a duration as h:mm:ss, or as m:ss if it is shorter than an hour."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

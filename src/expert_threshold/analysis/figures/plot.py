@@ -139,7 +139,7 @@ def draw_key(figure: Figure, key: Strokes) -> None:
 
 
 def name_lines(axes: Axes, lines: Sequence[Line2D], number: str = "") -> None:
-    """List the names of lines next to the axes, in their colours, highest end first. number: format of last values."""
+    """Write the name of each line next to its end, in the line's colour. number: format of the last values."""
     figure = figure_of(axes)
     ends = {line: values[-1] for line in lines if len(values := (y := array(line.get_ydata()))[np.isfinite(y)])}
     found = sorted(ends, key=lambda line: -ends[line])

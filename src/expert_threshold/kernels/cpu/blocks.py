@@ -1,6 +1,6 @@
 """Operations that `blocks.cpp` computes in place of their plain PyTorch bodies, which are defined elsewhere.
 
-`override` chooses between the two according to the table OVERRIDES. This module also defines derivatives. They save the
+`override` chooses between the two according to the table OVERRIDES. Derivatives are defined here, too. They save the
 arguments, the output of attention, one number per query and the pre-activations of experts, and recompute the rest.
 """
 
@@ -41,7 +41,7 @@ def block_products() -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernels, even if they are `off`, or None if they cannot run, see `reason`.
+    """Return the kernels, even if they are `off`, or None if they cannot run (see `reason`).
 
     The first call builds them, which takes five seconds.
     """
@@ -297,7 +297,7 @@ def cross_entropy(
 def capped_cross_entropy(
     x: Tensor, scaled: Tensor, targets: Tensor, softcap: float, chunk: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same losses and gradients, given the weight times 2 / softcap, for `chunk` tokens at a time."""
+    """Return what `cross_entropy` returns, for scaled = weight · 2 / softcap, in chunks of that many tokens."""
     raise NotImplementedError
 
 

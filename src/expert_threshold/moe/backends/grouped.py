@@ -55,7 +55,7 @@ def round_up(load: int) -> int:
 
 def form_groups(loads: list[int], hidden: int, limit: float = HIDDEN_PER_BLOCK) -> list[Group]:
     """Group all experts, or halves of them, quarters, and so on, such that no group exceeds `limit` hidden activations
-    or `most_slots`. Experts without tokens are left out, so they cost nothing in decoding.
+    or `most_slots`. Experts without tokens are left out, so they cost nothing during decoding.
 
     Loads are rounded up so that few shapes occur, since oneDNN compiles a kernel for every new shape.
     """
