@@ -95,7 +95,7 @@ class Material:
 
     @property
     def focus(self) -> Run:
-        """The run for figures that show one run: preferably with cutoffs, and then causal in training."""
+        """The run for figures that show a single run, preferably one with cutoffs, and among those a causal one."""
         return min(self.routed, key=lambda run: (not run.has_cutoffs, run.rule.looks_ahead))
 
     def each(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
@@ -106,7 +106,7 @@ class Material:
             progress(done, len(items))
 
     def read_domains(self) -> None:
-        """Open the text of every domain, so that errors come first. Raises ValueError as `open_held_out` does."""
+        """Open the text of every domain, so that errors appear early. Raises ValueError as `open_held_out` does."""
         for domain in self.domains.values():
             self._opened(domain.source, open_held_out)
 

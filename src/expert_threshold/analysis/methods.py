@@ -32,7 +32,7 @@ TEXT = 24
 
 
 def seed_of(path: Path) -> int | None:
-    """Return the seed in the folder name of a comparison's run; None for any other folder, such as a copy of a run."""
+    """Return the seed in the folder name of a comparison's run, or None for another folder, such as a run's copy."""
     found = re.fullmatch("seed_([0-9]+)", path.name)
     return None if found is None else int(found[1])
 

@@ -230,7 +230,7 @@ def absolute(source: str) -> str:
 
 
 def _rows(root: Path, paths: Sequence[Path], text_field: str) -> Iterator[tuple[str, str | None]]:
-    """Yield texts with names made of the path below `root` and an index. A lone .txt file is cut into sections."""
+    """Yield texts, each named by its path below `root` and an index. A lone .txt file is cut into sections."""
     for path in paths:
         name = path.name if path == root else path.relative_to(root).as_posix()
         alone = files.kind(path) == ".txt" and len(paths) == 1

@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
 
 
 def compare(static: Sequence[Sums], found: Sums, targets: Sequence[int], seed: int = 0) -> Comparison:
-    """Compare a model with static top k′. static: its sums for k′ = 0, 1, …; targets: the number in each document."""
+    """Compare a model with static top k′. static: its sums for k′ = 0, 1, …; targets: their number by document."""
     draws = np.random.default_rng(seed).multinomial(len(targets), [1 / len(targets)] * len(targets), RESAMPLES)
     weights = np.vstack([np.ones(len(targets)), draws])  # the sample, then its resamples, shared by all models
     weights /= (weights @ np.array(targets))[:, None]

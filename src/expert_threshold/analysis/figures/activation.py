@@ -36,7 +36,7 @@ def traced(material: Material, run: Run) -> Trace:
 
 @of_each_method
 def fanout_by_position(material: Material, run: Run) -> Data:
-    """Compute mean fanout by position in the window, for each layer and over all layers."""
+    """Compute the mean fanout by position in the window, for each layer and over all layers."""
     trace = traced(material, run)
     edges = _position_edges(trace.context)
     place = np.searchsorted(edges, trace.positions, side="right") - 1
@@ -67,7 +67,7 @@ def say_fanout_by_position(data: Data) -> str:
 
 @of_each_method
 def fanout_by_loss(material: Material, run: Run) -> Data:
-    """Compute mean fanout by the loss on the next token, in bins of equal size, for each layer and over all layers."""
+    """Compute the mean fanout by loss on the next token, in bins of equal size, for each layer and over all layers."""
     trace = traced(material, run)
     known = np.isfinite(trace.losses)
     losses = trace.losses[known]
@@ -95,7 +95,7 @@ def say_fanout_by_loss(data: Data) -> str:
 
 @of_each_method
 def loss_by_fanout(material: Material, run: Run) -> Data:
-    """Compute mean loss by fanout, for each layer and over all layers; NaN for a share of tokens below `FEWEST`."""
+    """Compute the mean loss by fanout, for each layer and over all layers, or NaN for fewer than a share FEWEST."""
     trace = traced(material, run)
     known = np.isfinite(trace.losses)
     losses = trace.losses[known]
@@ -126,7 +126,8 @@ def say_loss_by_fanout(data: Data) -> str:
 
 
 def _by_layer(data: Data, x: str, y: str, shift: float = 0) -> tuple[Figure, Axes]:
-    """Draw a panel for each method: layers dashed, their mean solid. Return the figure and its shared axes.
+    """Draw a panel for each method: a dashed line for each layer, and a solid one for their mean. Return the figure
+    and its shared axes.
 
     shift: added to x for a logarithmic axis.
     """
@@ -150,7 +151,7 @@ def _position_edges(context: int) -> np.ndarray:
 
 
 def _means(place: np.ndarray, values: np.ndarray, count: int, fewest: int = 1) -> np.ndarray:
-    """Return the mean of the values in each bin, (count,); NaN for bins with fewer than `fewest` values."""
+    """Return the mean of the values in each bin, (count,), or NaN for bins with fewer than `fewest` values."""
     numbers = np.bincount(place, minlength=count)
     totals = np.bincount(place, weights=values, minlength=count)
     return np.where(numbers >= fewest, totals / np.maximum(numbers, 1), np.nan)

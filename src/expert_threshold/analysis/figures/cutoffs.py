@@ -61,7 +61,7 @@ def _by_cutoff(material: Material) -> tuple[list[Run], list[Run]]:
 
 
 def _at_bounds(run: Run) -> np.ndarray | None:
-    """Return the share of experts of all layers at a capacity bound, for each line of the log; NaN during warmup."""
+    """Return the share of all experts that are at a capacity bound, for each line of the log, or NaN during warmup."""
     if not run.has_bounds:
         return None
     train, interval = run.train, run.config["train"]["log_every"]
@@ -240,7 +240,7 @@ def capacity(material: Material) -> Data:
 
 
 def draw_capacity(data: Data) -> Figure:
-    """Draw usage before the bounds, saturation and starvation after warmup; layers dashed, their mean solid."""
+    """Draw usage before the bounds, saturation and starvation after warmup. Layers are dashed; their mean is solid."""
     methods = data["methods"]
     several = any(len(entry["raw_usage"]) > 1 for entry in methods)
     key = {**({"one layer": ONE_LAYER} if several else {}), **method_strokes(methods), "target": TARGET}
@@ -321,7 +321,7 @@ def say_cutoffs_and_biases(data: Data) -> str:
 
 
 def _experts(run: Run, key: str, layer: int, train: Sequence[Record] | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps (points,) and values (points, experts) of a layer. Raises NotShownError if not recorded."""
+    """Return steps (points,) and values (points, experts) of a layer. Raises NotShownError if none was recorded."""
     found = expert_series(run.train if train is None else train, key)
     if layer not in found:
         raise NotShownError(f"{key} of {run.method} was not recorded")

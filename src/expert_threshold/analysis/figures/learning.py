@@ -128,7 +128,7 @@ def _lowest(curve: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 
 def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
-    """Return the tokens at which the curve falls to a loss; None if it never does or starts below."""
+    """Return the tokens at which the curve falls to a loss, or None if it never does or starts below it."""
     points = _lowest(curve)
     for (before, above), (after, below) in pairwise(points):
         if above >= loss > below or above > loss >= below:
@@ -137,7 +137,7 @@ def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
 
 
 def batch_size_scaling(material: Material) -> Data:
-    """Collect losses, and CORE where measured, by pool size in training, together with rules without pools."""
+    """Collect losses, and CORE if it was measured, by training pool size, and also those of rules without pools."""
     entries: list[dict[str, Any]] = []
     for runs in material.compared:
         ends = [(late_loss(run.train), finite(series(run.validation, "loss"))[-1:]) for run in runs]
@@ -158,7 +158,7 @@ def batch_size_scaling(material: Material) -> Data:
 
 
 def comparable_cores(sections: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """Return CORE from each `core` section with the same settings as the first section that has CORE, else None."""
+    """Return each section's CORE, or None if it was measured with other settings than the first section's."""
     asked = [{name: core.get(name) for name in ("bundle", "max_per_task", "baselines")} for core in sections]
     first = next((mine for core, mine in zip(sections, asked, strict=True) if core.get("metric") is not None), None)
     return [core.get("metric") if mine == first else None for core, mine in zip(sections, asked, strict=True)]

@@ -131,7 +131,7 @@ def say_objective(data: Data) -> str:
 def _objectives(scores: Tensor, assignment: Tensor) -> dict[str, float] | None:
     """Return the objectives of a layer's scores and assignment (tokens, experts).
 
-    None if no token is routed, or if scores do not vary, so that all assignments are equally good.
+    Return None if no token is routed, or if scores do not vary, which makes all assignments equally good.
     """
     tokens, experts = scores.shape
     size = max(BATCH // experts, 1) * experts
@@ -203,7 +203,7 @@ def load_at_scale(material: Material) -> Data:
 
 
 def draw_load_at_scale(data: Data) -> Figure:
-    """Draw the largest / mean load by tokens and by devices, and the waiting. Dots: resampled; lines: closed form."""
+    """Draw the largest / mean load by tokens and by devices, and the waiting: resampled (dots) and computed (lines)."""
     methods = data["methods"]
     dots: dict[str, Any] = {"color": MUTED, "linestyle": "none", "marker": "o"}
     tokens, devices = data["tokens_per_expert"], data["devices"]

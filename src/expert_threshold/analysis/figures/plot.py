@@ -38,7 +38,7 @@ def smooth(points: Points) -> Points:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, lines: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Select evenly spaced records, including the first and the last; fewer per line if there are many `lines`."""
+    """Select evenly spaced records, including the first and the last. The more `lines`, the fewer records each gets."""
     count = min(len(steps), LONGEST, max(ALL // lines, 2))
     chosen = np.linspace(0, len(steps) - 1, count).round().astype(int)
     return steps[chosen], values[chosen]
@@ -172,7 +172,7 @@ def marker(points: int) -> dict[str, Any]:
 def named_lines(
     axes: Axes, lines: Mapping[str, Points], colours: Sequence[str] | None = None, number: str = ""
 ) -> None:
-    """Draw lines, by default in the colours of layers, named next to the axes; if many, only the first and the last."""
+    """Draw lines, by default in the colours of layers, with names next to the axes: of many, the first and the last."""
     drawn = []
     for (name, points), colour in zip(lines.items(), colours or layer_colours(len(lines)), strict=False):
         steps, values = np.array(points).T
@@ -202,7 +202,7 @@ def deviations(axes: Axes, ratio: np.ndarray, **options: Any) -> ScalarMappable:
 def cells(
     axes: Axes, values: np.ndarray, colours: Sequence[tuple[float, Any]], low: float, high: float, **options: Any
 ) -> ScalarMappable:
-    """Draw values (rows, columns), framed, since some may be clear; missing values are grey.
+    """Draw values (rows, columns) as framed cells, since some may be clear. Missing values are grey.
 
     colours: RGBA by place from `low` (0) to `high` (1).
     """
