@@ -53,9 +53,10 @@ def test_training_prints_its_plan_and_the_next_command(
     assert "bits per byte" in shown.out
     assert "prompt 'def read'" in shown.out
     (last,) = (line for line in shown.out.splitlines() if line.startswith("next: "))
-    program, command, folder, flag, prompt = shlex.split(last.removeprefix("next: "))
+    program, command, folder, flag, prompt, *sampling = shlex.split(last.removeprefix("next: "))
     assert (program, command, folder, flag) == ("et", "generate", str(out), "--prompt")
     assert prompt in text.read_text()
+    assert et("generate", out, "--max-tokens", 1, *sampling) == 0
     assert f"explorer: et serve {shlex.quote(str(out))}\n" in shown.out
     assert [path.name for path in (out / "samples").iterdir()] == ["step_000002.txt"]
     assert f"report: {out / 'report.html'}" in shown.out

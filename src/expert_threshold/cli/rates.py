@@ -83,11 +83,13 @@ def rates_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def draw_dial(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Draw loss over active compute, with a line for each run; filled dots: trained cutoffs."""
+    """Draw loss over active compute, with a line for each run."""
     key: dict[str, dict[str, Any]] = {
         name: {"color": METHODS[(place + 3) % len(METHODS)]} for place, name in enumerate(results)
     }
-    figure, every = panels(1.6 * NARROW, ["loss (nats per token)", ""], 2.2, share=False, key=key)
+    figure, every = panels(
+        1.6 * NARROW, ["loss (nats per token)", "filled: trained cutoffs"], 2.2, share=False, key=key
+    )
     for run, stroke in zip(results.values(), key.values(), strict=True):
         for axes, name, unit in zip(every, ("fanout", "flops_per_token"), (1, 1e-6), strict=True):
             points = [(unit * point[name], point["loss"], point["rate"] is None) for point in run["points"]]

@@ -20,7 +20,7 @@ from ..analysis.sentences import counted, short
 from ..config import RunConfig, in_section
 from ..distributed import INTERRUPTED, Failure, Rendezvous, from_main, is_lost_rank, launch, local_batch, mesh_sizes
 from ..files import missing_folders, remove_empty
-from ..full_run import train_run
+from ..full_run import SAMPLING, train_run
 from ..generate import printable
 from ..install import et, program
 from ..integrations.hub import run_folder
@@ -261,7 +261,8 @@ def conclude(folder: RunFolder, result: TrainResult) -> str:
             f"{result.step:,} steps in {clock(result.elapsed)}, {clock(result.seconds)} of it without validation, "
             f"samples and checkpoints; results in {folder.path}",
             *([f"report: {folder.report}"] if folder.report.exists() else []),
-            f"next: {et()} generate {path}{prompt}",
+            f"next: {et()} generate {path}{prompt} --temperature {SAMPLING['temperature']} "
+            f"--repetition-penalty {SAMPLING['repetition_penalty']}",
             f"explorer: {et()} serve {path}",
         ]
     )
