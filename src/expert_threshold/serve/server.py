@@ -104,13 +104,13 @@ class Service:
 
     async def timed(self, job: Job) -> AsyncGenerator[Update]:
         """Yield a job's updates, and record its time to first token and, if it finishes, its total time."""
-        start, waits = time.monotonic(), True
+        waits = True
         async for update in job:
             if waits and update.steps:
-                self.first_token.add(time.monotonic() - start)
+                self.first_token.add(time.monotonic() - job.submitted)
                 waits = False
             yield update
-        self.whole.add(time.monotonic() - start)
+        self.whole.add(time.monotonic() - job.submitted)
 
 
 class Histogram:

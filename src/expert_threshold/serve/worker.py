@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -95,6 +96,7 @@ class Job:
         self.writings: list[ActiveRequest] = []
         self.updates: asyncio.Queue[Update | None] = asyncio.Queue()
         self.unfinished = len(requests)
+        self.submitted = time.monotonic()
         self._worker = worker
 
     def __enter__(self) -> Job:
