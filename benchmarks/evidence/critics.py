@@ -15,7 +15,7 @@ import argparse
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -113,6 +113,8 @@ def runs(question: str) -> Iterator[tuple[str, str, str, AbstractContextManager[
             yield method, str(rate), options, adamw_everywhere(), nothing
     elif question == "blocks":
         yield "dense", "in blocks", RULES["dense"], muon_in_blocks(), nothing
+        for method in ("dense", "expert threshold"):
+            yield method, "whole", RULES[method], nullcontext(), nothing
     else:
         for method, options in (RULES | LOSS_FREE).items():
             if method != "dense":
