@@ -1,11 +1,13 @@
-"""Answers three doubts about the comparisons with dense: is it the optimizer, the shape of its blocks, or luck?
+"""Answers doubts about the comparisons with dense and about the paper's choices: is it the optimizer, or luck?
 
     python benchmarks/evidence/critics.py --data FOLDER/tokens --out FOLDER [--seeds 0 1 2] [--only QUESTION …]
     python benchmarks/evidence/critics.py --show FILE
 
 adamw: AdamW updates all parameters, at several learning rates of matrices. blocks: Muon orthogonalizes the dense
-model's feed-forward matrices in blocks of an expert's shape. starved: after a quarter of the steps, 4 is subtracted
-from all scores of expert 0. Does it recover its tokens? Runs have the size of the frontier's.
+model's feed-forward matrices in blocks of an expert's shape; its ordinary runs ("whole") are the baseline of the other
+questions, too. starved: after a quarter of the steps, 4 is subtracted from all scores of expert 0. Does it recover its
+tokens? warmup, shared and pools: steps of warmup, two routed experts instead of one and a shared one, and the pool of
+expert choice. Runs have the size of the frontier's.
 FOLDER/records.jsonl holds one JSON line per finished run; if the command is repeated, it skips these runs.
 """
 
@@ -21,7 +23,7 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from frontier import FAMILIES, SHARED
+from frontier import FAMILIES, SHARED, SOFTMAX
 from ladder import RULES
 from study import Record, read, record_run, run_script
 from torch import Tensor
@@ -35,7 +37,14 @@ EXPERT_WIDTH = 256  # of quickstart, whose dense feed-forward layers have twice 
 HANDICAP = 4.0
 TOKENS = 2_000_000
 STEPS = 488
-QUESTIONS = ("adamw", "blocks", "starved")
+ET, EC = RULES["expert threshold"], f"--rule expert_choice {SOFTMAX} --rule.pool"
+PLAIN = {
+    "warmup": {f"{steps} steps": f"{ET} --rule.warmup-steps {steps}" for steps in (0, 24, 195)},
+    "shared": {"none": f"{ET} --rule.experts-per-token 2 --model.shared-experts 0"},
+    "pools": {pool: f"{EC} {pool}" for pool in ("sequence", "1024", "batch")},
+}
+"""Questions about options alone: each setting's options."""
+QUESTIONS = ("adamw", "blocks", "starved", *PLAIN)
 LOSS_FREE = {"loss-free": FAMILIES["loss-free, sign"]["0.03"]}
 
 
@@ -107,7 +116,10 @@ def nothing(folder: RunFolder) -> Record:
 
 def runs(question: str) -> Iterator[tuple[str, str, str, AbstractContextManager[None], Any]]:
     """Yield each run of a question: method, setting, options, the change under which it runs, and what is measured."""
-    if question == "adamw":
+    if question in PLAIN:
+        for setting, options in PLAIN[question].items():
+            yield options.split()[1].replace("_", " "), setting, options, nullcontext(), nothing
+    elif question == "adamw":
         for method, rate in itertools.product(("dense", "expert threshold", "token choice"), (0.001, 0.002, 0.004)):
             options = f"{RULES[method]} --optim.matrix-lr {rate} --optim.router-optimizer adamw"
             yield method, str(rate), options, adamw_everywhere(), nothing
