@@ -22,7 +22,7 @@ from .options import COMPUTE, Option, parse_all, parse_names, picked_device
 
 # Options of every command that traces runs.
 TRACING = [
-    Option("tokens", Annotated[int, Bounds(least=2)], 32768, "Tokens to trace each run on."),
+    Option("tokens", Annotated[int, Bounds(least=2)], 32768, "Number of tokens to trace each run on."),
     Option("data", str | None, None, "Text on whose held-out part all runs are traced. Defaults to each run's text."),
     *COMPUTE,
 ]

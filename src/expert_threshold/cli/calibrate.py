@@ -30,7 +30,7 @@ from .tables import table
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to calibrate. It is not changed.", positional=True, required=True),
-    Option("to", str, None, "The folder of the new run, which has the new cutoffs.", required=True),
+    Option("to", str, None, "Folder to create for the run with the new cutoffs.", required=True),
     Option("data", str, "RUN's", "Text to calibrate on, as in et train. Its held-out part gives losses.", derived=True),
     Option("text_field", str, "text", "Name of the field (.jsonl) or column (.parquet) of --data with the text."),
     Option("tokens", Count, 262_144, "Number of tokens to calibrate on, rounded up to whole batches."),

@@ -18,7 +18,7 @@ OPTIONS = [
     Option("max_tokens", int, 200, "Maximum number of tokens. The end of the document or the context also stops."),
     Option("temperature", float, 1.0, "With 0, the likeliest token is picked; with 1, the distribution is unchanged."),
     Option("top_k", int | None, 50, "Sample from only this many of the likeliest tokens, or from all with none."),
-    Option("repetition_penalty", float, 1.0, "Above 1, tokens that already occurred become less likely."),
+    Option("repetition_penalty", float, 1.0, "Values above 1 make tokens that already occurred less likely."),
     Option("seed", int | None, None, "Seed for sampling. Defaults to a random one."),
     RATE,
     Option("show_routing", bool, False, "Colour each token by the number of experts that it was routed to."),

@@ -37,7 +37,7 @@ from ..train.log import Display
 from .options import COMPUTE, STEP, Option, parse_all, picked_device
 
 OPTIONS = [
-    Option("model", str, None, "Run or transformers folder, which is not changed.", positional=True, required=True),
+    Option("model", str, None, "Folder of a run or model. It is not changed.", positional=True, required=True),
     Option("to", str, None, "The folder to create, in the same format as MODEL.", required=True),
     Option("data", str, None, "Text, as in et train. The models are compared on its held-out part.", required=True),
     Option("text_field", str, "text", "Name of the field (.jsonl) or column (.parquet) of --data with the text."),

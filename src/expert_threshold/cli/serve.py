@@ -38,7 +38,7 @@ OPTIONS = [
     Option("strict", bool, False, "Compute row by row, so that other texts in the batch do not affect rounding."),
     STEP,
     *COMPUTE,
-    Option("threads", Count | None, None, "Number of threads for matrix products. Defaults to torch's choice."),
+    Option("threads", Count | None, None, "Number of threads for matrix multiplications. Defaults to torch's choice."),
 ]
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LIMITS = field_options(Limits, vars(Limits()), prefix="max_")

@@ -70,7 +70,7 @@ OPTIONS = [
         "Number of trials for each method, including existing trials.",
     ),
     Option("minutes", Minutes | None, None, "Time limit in minutes. No trial is started that would exceed it."),
-    Option("seeds", Count, 1, "Runs for each trial, with seeds 1000, 1001, and so on; comparisons start at 0."),
+    Option("seeds", Count, 1, "Number of runs per trial, with seeds 1000, 1001, and so on; comparisons start at 0."),
     Option("out", str, "runs/sweep-PRESET", "Folder to create, or folder of an existing sweep to continue."),
 ]
 

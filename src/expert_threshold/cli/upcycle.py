@@ -31,7 +31,7 @@ def _options() -> list[Option]:
         Option("run", str, None, "The folder of the dense run. It is not changed.", positional=True, required=True),
         Option("to", str, None, "The run folder to create, for et train --init-from.", required=True),
         Option("rule", Literal[tuple(RULES)], DEFAULT_RULE, "Routing rule, which turns scores into an assignment."),
-        Option("num_experts", int, 16, "Number of routed experts per layer."),
+        Option("num_experts", int, 16, "Routed experts per layer."),
         Option("experts_per_token", float, 1.0, "Mean number of routed experts per token."),
         Option("d_expert", int | None, None, "Hidden width of an expert. Defaults to the dense run's d_expert."),
         Option("dense_layers", int, 1, "Number of initial layers that stay dense."),

@@ -50,19 +50,19 @@ class GPTConfig:
 
     vocab_size: Count = option(65536, "Vocabulary size in tokens.")
     context: Count = option(2048, "Sequence length in tokens.")
-    layers: Annotated[int, Bounds(least=1, most=1_000)] = option(12, "Transformer layers.")
+    layers: Annotated[int, Bounds(least=1, most=1_000)] = option(12, "Number of Transformer layers.")
     d_model: Count = option(768, "Width of the model. Other widths of a preset scale with it unless they are set.")
-    heads: Count = option(6, "Attention heads.")
+    heads: Count = option(6, "Number of attention heads.")
     kv_heads: Count = option(6, "Number of key-value heads. Fewer than heads means grouped-query attention.")
     d_expert: Count = option(1536, "Hidden width of an expert.")
-    d_feed_forward: Count = option(3072, "Hidden width of the feed-forward in dense layers.")
+    d_feed_forward: Count = option(3072, "Hidden width of the feed-forward network in dense layers.")
     shared_experts: NonNegativeInt = option(1, "Number of experts that process every token.")
     dense_layers: NonNegativeInt = option(1, "Number of leading layers without experts.")
     softcap: ClassVar[float] = 15.0  # bounds logits to ± this value, in the paper, nanochat and the release
     # The rule that turns scores into an assignment; None for a dense model.
     rule: Rule | None = ExpertThreshold()  # noqa: RUF009  a frozen record
     gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout. none disables this.")
-    activation: ActivationName = option("relu2", "Activation of the feed-forwards.")
+    activation: ActivationName = option("relu2", "Activation of the feed-forward networks.")
     z_loss: NonNegative | None = option(None, "Strength of the router z-loss. none disables it.")
     initialization: Initialization = option(
         "paper", "Distribution of the initial weights. It has no effect on a trained model."

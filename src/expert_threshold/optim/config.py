@@ -37,7 +37,7 @@ class OptimConfig:
     )
     eps: Rate = option(1e-10, "AdamW's epsilon.")
     adamw_warmup_steps: NonNegativeInt = option(250, "Number of steps over which AdamW's learning rates rise from 0.")
-    muon_warmup_steps: NonNegativeInt = option(0, "Steps over which Muon's learning rates rise. 0 disables this.")
+    muon_warmup_steps: NonNegativeInt = option(0, "Number of steps over which Muon's learning rates rise from 0.")
     momentum: Decay = option(0.95, "Muon's momentum.")
     momentum_warmup_steps: NonNegativeInt = option(300, "Number of steps over which Muon's momentum rises from 0.85.")
     momentum_end: Decay | None = option(
@@ -50,7 +50,7 @@ class OptimConfig:
     )
     ns_steps: Count = option(5, "Number of iterations in each Muon step.")
     ns_dtype: DtypeName = option(
-        "auto", "Dtype of the products in the iteration. auto is bfloat16 if the hardware supports it."
+        "auto", "Dtype of the matrix multiplications in the iteration. auto is bfloat16 if the hardware supports it."
     )
     equilibrate: Lines | None = option(
         None, "Give the rows or columns of the momentum equal norms before the iteration (MuonEq). none disables this."
@@ -72,7 +72,7 @@ class OptimConfig:
         "also moves a weight towards 0, and falls to 0 along half a cosine. AdamW then also decays, as in nanochat.",
     )
     cooldown: Share = option(
-        1.0, "Share of the steps, at the end, over which learning rates fall linearly. Before, they are constant."
+        1.0, "Fraction of the steps, at the end, over which learning rates fall linearly from their peak."
     )
     min_lr_ratio: Ratio = option(0.1, "Final learning rate as a fraction of the peak.")
     clip: Rate | None = option(

@@ -56,7 +56,7 @@ class ExpertThreshold(ByCutoff):
         "the paper's (19,073 steps), and one fifth of the steps otherwise.",
     )
     capacity_slack: NonNegative | None = option(
-        0.5, "Slack s, so that loads in training stay between k(1−s) and k(1+s). none disables the bounds."
+        0.5, "Slack s: in training, loads stay between k(1−s) and k(1+s). none disables the bounds."
     )
     pool: Pool = option(
         "global",

@@ -68,7 +68,7 @@ class TokenChoice(Valued):
         "Values to which biases are added and by which groups are compared: the scores, or their sigmoid or softmax.",
     )
     num_groups: Count = option(1, "Number of groups of experts.")
-    groups_per_token: Count = option(1, "Groups from which a token chooses experts.")
+    groups_per_token: Count = option(1, "Number of groups from which a token chooses its experts.")
     null_scores: NonNegativeInt = option(0, NULL_SCORES)
     capacity_factor: Positive | None = option(None, "Maximum load in training, as a multiple of the mean load.")
 

@@ -53,7 +53,7 @@ class TopP(Rule):
     )
     p: Literal["steered"] | Share = option(
         P_START,
-        "Softmax share that a token's experts add up to. steered adjusts p until the mean fanout is experts_per_token.",
+        "Probability that a token's experts add up to. steered adjusts p until the mean fanout is experts_per_token.",
     )
     p_rate: NonNegative = option(0.02, "Integral gain u_I of the controller that steers p.")
 

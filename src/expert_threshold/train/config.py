@@ -18,7 +18,7 @@ class TrainConfig:
     """Options of the training loop. Sequences are as long as the model's context; intervals are in optimizer steps."""
 
     steps: Count = option(1000, "Number of optimizer steps.")
-    batch_size: Count = option(8, "Micro-batch size in sequences.")
+    batch_size: Count = option(8, "Sequences per micro-batch.")
     accumulation: Count = option(1, "Micro-batches per optimizer step.")
     seed: Annotated[int, Bounds(least=0, below=2**63)] = option(0, "Seed for weights and data order.")
     device: DeviceName = option("auto", "Device to train on. auto picks cuda if it is available, and cpu otherwise.")
@@ -49,7 +49,7 @@ class TrainConfig:
         1, "Number of ranks over which the experts of a layer are split. 1 keeps all experts on every rank."
     )
     shard: bool = option(False, "Split parameters, gradients and optimizer state over all ranks to save memory.")
-    timeout: Count = option(600, "Number of seconds without an answer after which a rank is considered lost.")
+    timeout: Count = option(600, "Seconds without a response after which a rank is considered lost.")
 
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid value."""
