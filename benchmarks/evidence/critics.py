@@ -28,6 +28,7 @@ from ladder import RULES
 from study import Record, read, record_run, run_script
 from torch import Tensor
 
+from expert_threshold.compare.paired import corrected, student
 from expert_threshold.moe.router import Router
 from expert_threshold.optim import Muon, groups, muon
 from expert_threshold.routing import Observation
@@ -109,39 +110,79 @@ def usages(folder: RunFolder) -> Record:
     return {"usage": [round(fmean(values), 3) for values in by_eighth.values()]}
 
 
-def nothing(folder: RunFolder) -> Record:
-    """Return no further fields of a record."""
-    return {}
+def late(folder: RunFolder) -> Record:
+    """Return the mean training loss over the last tenth of the run."""
+    lines = [line for line in folder.metrics.read() if line["split"] == "train"]
+    return {"training": fmean(line["cross_entropy"] for line in lines if line["step"] > 0.9 * lines[-1]["step"])}
 
 
 def runs(question: str) -> Iterator[tuple[str, str, str, AbstractContextManager[None], Any]]:
     """Yield each run of a question: method, setting, options, the change under which it runs, and what is measured."""
     if question in PLAIN:
         for setting, options in PLAIN[question].items():
-            yield options.split()[1].replace("_", " "), setting, options, nullcontext(), nothing
+            yield options.split()[1].replace("_", " "), setting, options, nullcontext(), late
     elif question == "adamw":
         for method, rate in itertools.product(("dense", "expert threshold", "token choice"), (0.001, 0.002, 0.004)):
             options = f"{RULES[method]} --optim.matrix-lr {rate} --optim.router-optimizer adamw"
-            yield method, str(rate), options, adamw_everywhere(), nothing
+            yield method, str(rate), options, adamw_everywhere(), late
     elif question == "blocks":
-        yield "dense", "in blocks", RULES["dense"], muon_in_blocks(), nothing
+        yield "dense", "in blocks", RULES["dense"], muon_in_blocks(), late
         for method in ("dense", "expert threshold"):
-            yield method, "whole", RULES[method], nullcontext(), nothing
+            yield method, "whole", RULES[method], nullcontext(), late
     else:
         for method, options in (RULES | LOSS_FREE).items():
             if method != "dense":
                 yield method, "", options, starved(STEPS // 4), usages
 
 
-def table(records: list[Record]) -> str:
-    """Return a Markdown table with the losses of all seeds, and expert 0's relative load in each eighth of a run."""
-    rows: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for record in records:
-        rows[record["question"], record["method"], record["setting"]].append(record)
-    lines = ["| question | method | setting | losses of seeds 0, 1, … | load of expert 0 |", "| --- " * 5 + "|"]
-    for name, runs in sorted(rows.items()):
-        losses = ", ".join(f"{run['loss']:.4f}" for run in sorted(runs, key=lambda run: run["seed"]))
-        lines.append(f"| {' | '.join(name)} | {losses} | {'; '.join(str(run.get('usage', '')) for run in runs)} |")
+def differences(records: list[Record]) -> str:
+    """Return a Markdown table of losses minus ordinary runs' of the same seeds, with Holm-corrected verdicts."""
+    runs: dict[tuple[str, str], dict[int, Record]] = defaultdict(dict)
+    for each in records:
+        if each["question"] not in ("adamw", "starved"):
+            runs[each["method"], each["setting"]][each["seed"]] = each
+    lines = ["| difference | seeds | training | validation | 95 % interval | verdict, margin 0.01 |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | --- |")
+    for base in ("dense", "expert threshold"):  # two families of comparisons
+        names = [name for name in runs if (name[0] == "dense") == (base == "dense") and name[1] != "whole"]
+        names = [("expert threshold", "whole")] * (base == "dense") + names
+        trained, gaps = (
+            [
+                [run[loss] - runs[base, "whole"][seed][loss] for seed, run in sorted(runs[name].items())]
+                for name in names
+            ]
+            for loss in ("training", "loss")
+        )
+        for (method, setting), early, each, judged in zip(names, trained, gaps, corrected(gaps, 0.01), strict=True):
+            half = judged.error * student(0.95, judged.freedom)
+            name = f"{method}{'' if setting == 'whole' else f', {setting}'} minus {base}"
+            shown = f"{fmean(early):+.4f} | {fmean(each):+.4f} | {fmean(each) - half:+.4f} to {fmean(each) + half:+.4f}"
+            lines.append(f"| {name} | {len(each)} | {shown} | {judged.verdict} |")
+    return "\n".join(lines)
+
+
+def rates(records: list[Record]) -> str:
+    """Return a Markdown table of AdamW's losses with a row per method and a column per learning rate."""
+    runs = [each for each in records if each["question"] == "adamw"]
+    columns = sorted({each["setting"] for each in runs}, key=float)
+    lines = [f"| AdamW | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
+    for method in dict.fromkeys(each["method"] for each in runs):
+        mine = sorted((each["setting"], each["seed"], each["loss"]) for each in runs if each["method"] == method)
+        cells = [", ".join(f"{loss:.3f}" for setting, _, loss in mine if setting == rate) for rate in columns]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def recovery(records: list[Record]) -> str:
+    """Return a Markdown table of the starved expert's mean load over seeds in each eighth of the run."""
+    lines = [f"| expert 0's load by eighths | {' | '.join('12345678')} |", f"| --- |{' ---: |' * 8}"]
+    runs: dict[str, list[Record]] = defaultdict(list)
+    for each in records:
+        if each["question"] == "starved":
+            runs[each["method"]].append(each)
+    for method, mine in runs.items():
+        means = [fmean(column) for column in zip(*(each["usage"] for each in mine), strict=True)]
+        lines.append(f"| {method} | {' | '.join(f'{mean:.2f}' for mean in means)} |")
     return "\n".join(lines)
 
 
@@ -156,7 +197,8 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", help="only these settings, such as a learning rate")
     asked = parser.parse_args()
     if asked.show is not None:
-        print(table(read(asked.show)))
+        records = read(asked.show)
+        print(differences(records), rates(records), recovery(records), sep="\n\n")
         return
     for seed, question in itertools.product(asked.seeds, asked.only):
         for method, setting, options, change, measure in runs(question):
