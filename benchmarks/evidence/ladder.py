@@ -10,7 +10,8 @@ see the same tokens in the same order. The gap, a method's loss minus dense's, i
 b·log₂ parameters over all pairs. A prediction leaves out the pairs of its own rung; its 95 % interval is for the mean
 gap of as many pairs as `--seeds`, from 10,000 bootstrap samples of the residuals. FOLDER/records.jsonl holds one JSON
 line per finished run. If the command is repeated, it skips these runs and resumes an interrupted one. test.jsonl holds
-the runs' losses on the test part, as `et evaluate RUN… --data linux/test --eval-tokens 400000 --json` gives them.
+the runs' losses on the test part, as `et evaluate RUN… --data TEST --eval-tokens 400000 --json` gives them, where TEST
+is a folder with linux/test/test.parquet and any other Parquet file, which makes all test documents held-out text.
 rates.jsonl holds the records of runs with other learning rates of matrices than the preset's.
 """
 

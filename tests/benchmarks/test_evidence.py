@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
 
-from benchmarks.evidence import claims, critics, frontier, ladder, power, text
+from benchmarks.evidence import claims, critics, documents, frontier, ladder, power, text
 
 from expert_threshold.data import Batch, Loader
 from expert_threshold.moe.router import Router
@@ -251,3 +252,16 @@ def test_a_starved_expert_gets_lower_scores_after_so_many_updates() -> None:
         router.update(router(x).observation)
         torch.testing.assert_close(router.score(x), before - torch.tensor([critics.HANDICAP, 0, 0]))
     assert torch.equal(router.score(x), before)
+
+
+def test_intervals_cover_documents_and_pairs_alone_and_together() -> None:
+    targets = np.array([10, 20, 30, 40])
+    same = documents.compare(-0.01 * np.stack([targets, targets]), targets)
+    assert same["difference"] == -0.01
+    assert same["over_documents"] == same["over_both"] == [-0.01, -0.01]
+    pairs = documents.compare(np.array([[-0.01], [-0.03]]) * targets, targets)
+    assert pairs["over_documents"] == pytest.approx([-0.02, -0.02])
+    assert pairs["over_both"] == pytest.approx([-0.03, -0.01])
+    texts = documents.compare(np.array([[0.1, 0.0, 0.0, -0.1]] * 2), targets)
+    assert texts["over_both"][0] < 0 < texts["over_both"][1]
+    assert texts["pairs"][0] == {"difference": 0.0, "over_documents": texts["over_documents"]}
