@@ -122,7 +122,9 @@ def runs(question: str) -> Iterator[tuple[str, str, str, AbstractContextManager[
         for setting, options in PLAIN[question].items():
             yield options.split()[1].replace("_", " "), setting, options, nullcontext(), late
     elif question == "adamw":
-        for method, rate in itertools.product(("dense", "expert threshold", "token choice"), (0.001, 0.002, 0.004)):
+        for method, rate in itertools.product(
+            ("dense", "expert threshold", "token choice"), (0.001, 0.002, 0.004, 0.008)
+        ):
             options = f"{RULES[method]} --optim.matrix-lr {rate} --optim.router-optimizer adamw"
             yield method, str(rate), options, adamw_everywhere(), late
     elif question == "blocks":
