@@ -32,8 +32,6 @@ TEXTS = [f"Document {number}: " + "größer, weiter, höher. " * (number % 7 + 1
 class Parts:
     """Parts in memory, of documents of these lengths; every id but the first of a document occurs once."""
 
-    dtype = np.dtype(np.uint16)
-
     def __init__(self, parts: Sequence[Sequence[int]]) -> None:
         self.parts, next_id = [], 100
         for lengths in parts:

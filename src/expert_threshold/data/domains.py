@@ -15,16 +15,16 @@ from .token_files import MANIFEST
 CODE = "code"
 """The name of the source that contains only the code of the embedded corpus."""
 
-# GSM8K and HumanEval are recognised by their field names; the value is the separator between the two fields.
+# GSM8K and HumanEval are recognised by their field names. The value separates the two fields.
 QUESTION_SETS = {("question", "answer"): "\n", ("prompt", "canonical_solution"): ""}
 
 
 def open_held_out(source: str, text_field: str = "text") -> Corpus:
     """Return a corpus whose validation split is the source's held-out text. It may have no training split.
 
-    source: as in `DataConfig`, or "code" for only the source code in the embedded corpus. If a source has no validation
-    split, its files named test or validation are held out, or all of its files if none has such a name. A line of GSM8K
-    or HumanEval is converted to the question followed by the answer. Raises ValueError as `open_source` does.
+    source: as in `DataConfig`, or "code" for only the source code in the embedded corpus. A source without a validation
+    split holds out its files named test or validation, or all files if none has such a name. A line of GSM8K or
+    HumanEval becomes the question followed by the answer. Raises ValueError as `open_source` does.
     """
     remedy = "there is nothing to evaluate on, so choose another source"
     if source == CODE:
@@ -51,16 +51,13 @@ def _read(path: Path, text_field: str) -> Iterator[str | None]:
         fields = _fields(next(files.lines(path), ""))
         for question_set, between in QUESTION_SETS.items():
             if text_field not in fields and fields.issuperset(question_set):
-                columns = (files.read(path, field) for field in question_set)
-                return (
-                    question + between + answer if question is not None and answer is not None else None
-                    for question, answer in zip(*columns, strict=True)
-                )
+                pairs = zip(*(files.read(path, field) for field in question_set), strict=True)
+                return (None if None in pair else between.join(map(str, pair)) for pair in pairs)
     return files.read(path, text_field)
 
 
 def _fields(line: str) -> set[str]:
-    """Return the field names of a JSON object. Return an empty set for anything else, which `files.read` rejects."""
+    """Return the field names of a JSON object, or nothing for any other line, which `files.read` rejects."""
     try:
         record = json.loads(line)
     except ValueError:

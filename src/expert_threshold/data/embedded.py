@@ -1,4 +1,4 @@
-"""The embedded corpus consists of Python's standard library: its source code, and its documentation as prose."""
+"""The embedded corpus: Python's standard library, as source code and as documentation in prose."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ Document = tuple[str, str]
 def documents(stdlib: Path | None = None) -> tuple[list[Document], list[Document]]:
     """Return the training documents and the validation documents, both in a fixed order.
 
-    They come from `stdlib`, or from the running Python by default. The source of a file and its docstrings form two
-    documents of the same split, and so do the topics of `pydoc_data`, which quote each other. Duplicates are dropped.
+    They come from `stdlib`, by default the running Python's. The source of a file and its docstrings are two documents
+    of the same split. The topics of `pydoc_data`, which quote each other, share a split too. Duplicates are dropped.
     """
     root = Path(sysconfig.get_path("stdlib")) if stdlib is None else stdlib
     files: dict[str, list[Document]] = {}
@@ -81,19 +81,15 @@ def _documents(name: str, data: bytes) -> list[Document]:
     source = importlib.util.decode_source(data)
     with warnings.catch_warnings(action="ignore"):
         tree = ast.parse(source)
-    if name == TOPICS:
-        found = [(f"{name}#{topic}", text) for topic, text in _topics(tree).items()]
+    if name == TOPICS:  # its only dictionary is in `topics = {name: text, ...}`
+        (topics,) = [
+            node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        ]
+        found = [(f"{name}#{topic}", text) for topic, text in ast.literal_eval(topics).items()]
     else:
         module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         found = [(name, source), (f"{name}#docstrings", "\n\n\n".join(_docstrings(tree, module)))]
     return [(name, text) for name, text in found if text.strip()]
-
-
-def _topics(tree: ast.Module) -> dict[str, str]:
-    """Return the topics defined in a file that consists of one assignment, `topics = {name: text, ...}`."""
-    assigned = [node.value for node in tree.body if isinstance(node, ast.Assign)]
-    values = [ast.literal_eval(value) for value in assigned if isinstance(value, ast.Dict)]
-    return {topic: text for value in values for topic, text in value.items()}
 
 
 def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[str]:

@@ -32,14 +32,13 @@ HELD_OUT = f"test|{VALIDATION}"
 
 def kind(path: Path) -> str:
     """Return the suffix that determines how to read a file, such as `.jsonl` for a.jsonl.gz."""
-    name = path.with_suffix("") if path.suffix.lower() in PACKED else path
-    return name.suffix.lower()
+    return (path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower()
 
 
 def find(path: Path) -> list[Path]:
-    """Return `path` if it is a file. If it is a folder, return all visible files of one kind in it, sorted by path.
+    """Return `path` itself if it is a file, or all visible files of one kind in the folder, sorted by path.
 
-    Links are followed. Dangling links are returned too, so that reading them raises FileNotFoundError.
+    Symbolic links are followed. Dangling ones are returned too, so that reading them raises FileNotFoundError.
     Raises ValueError if there is nothing to read, and OSError if a folder cannot be read.
     """
     if path.is_dir():
@@ -68,7 +67,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def held_out(root: Path, paths: Sequence[Path], words: str = HELD_OUT) -> list[Path]:
-    """Return the files whose name, or the name of a folder between them and `root`, starts with one of the words.
+    """Return the files with a name, or a parent folder below `root`, that starts with one of the words.
 
     Examples are test.jsonl, validation-00000-of-00001.parquet, val_0.txt and dev/a.txt.
     """
@@ -82,22 +81,16 @@ def read(path: Path, text_field: str) -> Iterator[str | None]:
 
     Raises ValueError if the file does not match its suffix or lacks the field.
     """
-    match kind(path):
-        case ".txt":
-            return iter(["".join(lines(path))])
-        case ".jsonl":
-            return _jsonl(path, text_field)
-        case ".parquet":
-            return _parquet(path, text_field)
-        case suffix:
-            raise AssertionError(suffix)
+    if kind(path) == ".txt":
+        return iter(["".join(lines(path))])
+    return (_jsonl if kind(path) == ".jsonl" else _parquet)(path, text_field)
 
 
 def sections(path: Path) -> Iterator[str]:
-    """Split a long text into documents, at the first blank line after 8 KiB or the first line end after 16 KiB.
+    """Split a long text into documents at the first blank line after 8 KiB, or at the first line end after 16 KiB.
 
-    A line that is longer than 16 KiB is split at whitespace, which includes the carriage returns of old Macintosh
-    files. Concatenating the documents restores the text.
+    Lines longer than 16 KiB are split at whitespace, including the carriage returns of old Macintosh files.
+    Concatenating the documents restores the text.
     """
     section: list[str] = []
     size = 0
@@ -117,11 +110,10 @@ _PIECE = re.compile(r"[^\r\n]{0,1024}(?:\r\n|\s)|.{1,1024}", re.DOTALL)
 
 def lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file, with their line endings but without a byte order mark."""
-    offset = 0
-    codec = PACKED.get(path.suffix.lower())
+    offset, codec = 0, PACKED.get(path.suffix.lower())
     with (
         _damage_named(path, codec or "text"),
-        path.open("rb") if codec is None else io.BufferedReader(pyarrow.input_stream(str(path), codec)) as file,
+        io.BufferedReader(pyarrow.input_stream(str(path), codec)) if codec else path.open("rb") as file,
     ):
         for data in file:
             try:
@@ -138,43 +130,36 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str | None]:
     for number, line in enumerate(lines(path), start=1):
         if not line.strip():
             continue
+        place = f"{path}, line {number}"
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = str(error).partition(":")[0]
-            raise ValueError(f"{path}, line {number} is not valid JSON ({reason}); each must be an object") from None
+            raise ValueError(f"{place} is not valid JSON ({reason}); each must be an object") from None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number} is not a JSON object; each line must be one")
+            raise ValueError(f"{place} is not a JSON object; each line must be one")
         text = record.get(text_field, ...)
-        if text is None:
-            yield None
-            continue
-        if not isinstance(text, str):
-            texts = ", ".join(key for key, value in record.items() if isinstance(value, str))
-            raise ValueError(
-                f"{path}, line {number} has no text in text_field={text_field!r}; "
-                f"the fields with text are {texts or 'none'}"
-            )
+        if not isinstance(text, str | None):
+            texts = ", ".join(key for key, value in record.items() if isinstance(value, str)) or "none"
+            raise ValueError(f"{place} has no text in text_field={text_field!r}; the fields with text are {texts}")
         try:
-            text.encode()
+            (text or "").encode()
         except UnicodeEncodeError:
-            raise ValueError(
-                f"{path}, line {number} contains an unpaired surrogate; repair or remove the line"
-            ) from None
+            raise ValueError(f"{place} contains an unpaired surrogate; repair or remove the line") from None
         yield text
 
 
 class RowGroup(NamedTuple):
-    """A row group of a Parquet file. `bytes` is the size of its text, which is accurate to about one percent."""
+    """A row group of a Parquet file."""
 
     path: Path
     number: int
     documents: int
-    bytes: int
+    bytes: int  # size of the text, accurate to about one percent
     nulls: int  # number of rows without text; 0 if the footer does not record it
 
 
-def row_groups(path: Path, text_field: str) -> list[RowGroup]:
+def _row_groups(path: Path, text_field: str) -> list[RowGroup]:
     """Return the row groups listed in the file's footer, without reading text. Raises ValueError as `read` does."""
     with _parquet_file(path, text_field) as file:
         leaves = [file.schema.column(i).path for i in range(len(file.schema))]  # a nested column has several leaves
@@ -188,7 +173,7 @@ def row_groups(path: Path, text_field: str) -> list[RowGroup]:
         return found
 
 
-def footer(path: Path) -> bytes:
+def _footer(path: Path) -> bytes:
     """Return the footer of a Parquet file. It lists all offsets and sizes, and so identifies the file's contents."""
     with path.open("rb") as file:
         file.seek(-8, os.SEEK_END)
@@ -199,20 +184,11 @@ def footer(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class Shards:
-    """A corpus of Parquet shards. `hash` is computed from their names, sizes and footers and from `text_field`."""
+    """One split of Parquet shards. `hash` covers their names, sizes and footers, and `text_field`."""
 
     groups: tuple[RowGroup, ...]
     text_field: str
     hash: str
-
-    @property
-    def documents(self) -> int:
-        return sum(group.documents for group in self.groups)
-
-    @property
-    def bytes(self) -> int:
-        """The number of bytes of text, accurate to about one percent."""
-        return sum(group.bytes for group in self.groups)
 
     def read(self, group: int) -> Iterator[str]:
         """Yield the non-blank documents of a row group. Raises ValueError naming the shard if it is damaged."""
@@ -226,19 +202,16 @@ class Shards:
 
 
 def open_shards(paths: Sequence[Path], text_field: str) -> Shards:
-    """Open Parquet files as the shards of a corpus, reading only their footers.
-
-    Raises ValueError, naming the file, if one is damaged or empty, or if it lacks the column.
-    """
+    """Open Parquet files, reading only footers. Raises ValueError if one is damaged or empty or lacks the column."""
     digest = hashlib.sha256(f"{text_field}\n".encode())
     groups: list[RowGroup] = []
     for path in paths:
-        found = [group for group in row_groups(path, text_field) if group.documents]
+        found = [group for group in _row_groups(path, text_field) if group.documents]
         if not found:
             raise ValueError(f"{path} contains no documents; add some, or remove the file")
         groups += found
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        digest.update(footer(path))
+        digest.update(_footer(path))
     return Shards(tuple(groups), text_field, digest.hexdigest())
 
 
@@ -248,7 +221,13 @@ def _parquet(path: Path, text_field: str, groups: Sequence[int] | None = None) -
         row = sum(file.metadata.row_group(index).num_rows for index in range(chosen[0] if chosen else 0))
         for batch in file.iter_batches(_PARQUET_ROWS, row_groups=list(chosen), columns=[text_field]):
             for value in batch.column(text_field):  # some versions of Arrow also read text.lang
-                yield _text(path, row, value)
+                try:
+                    text = value.as_py()
+                    yield text.decode() if isinstance(text, bytes) else text
+                except UnicodeDecodeError:
+                    raise ValueError(
+                        f"{path}, row {row} is not valid UTF-8; rewrite the file with valid UTF-8 strings"
+                    ) from None
                 row += 1
 
 
@@ -259,9 +238,8 @@ def _parquet_file(path: Path, text_field: str) -> Iterator[pyarrow.parquet.Parqu
     with _damage_named(path, "Parquet"), pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         columns = file.schema_arrow
         if text_field not in columns.names:
-            raise ValueError(
-                f"{path} has no column text_field={text_field!r}; its columns are {', '.join(columns.names)}"
-            )
+            names = ", ".join(columns.names)
+            raise ValueError(f"{path} has no column text_field={text_field!r}; its columns are {names}")
         if columns.names.count(text_field) > 1:
             raise ValueError(f"{path} has several columns text_field={text_field!r}; rewrite it with only one of them")
         held = columns.field(text_field).type
@@ -285,11 +263,3 @@ def _damage_named(path: Path, what: str) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is damaged or not a {what} file ({reason}); download or create it again") from None
-
-
-def _text(path: Path, row: int, value: pyarrow.Scalar) -> str | None:
-    try:
-        text = value.as_py()
-        return text.decode() if isinstance(text, bytes) else text
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}, row {row} is not valid UTF-8; rewrite the file with valid UTF-8 strings") from None

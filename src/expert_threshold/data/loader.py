@@ -17,25 +17,22 @@ from torch import Tensor
 
 from .sources import Corpus, Split
 from .tokenizer import Tokenizer
-from .tokens import Parts, Tokens, ahead, id_type, join, no_tokens, tokenize
+from .tokens import NOTHING, Parts, Tokens, ahead, join, tokenize
 
 T = TypeVar("T")
 
 IGNORED = -1
 """The target id that marks a position without a target."""
-
-_CHUNK_BYTES = 4_000_000
-
 BLOCK_BYTES = 32 << 20
-"""Bytes of text in a block, about 7 million tokens. Since shuffling is within blocks, they are larger than batches."""
-
+"""Bytes of text per block, about 7 million tokens. Blocks exceed batches because shuffling is within blocks."""
 AHEAD_BLOCKS = 4
 """The maximum number of blocks that are prepared in advance."""
+_CHUNK_BYTES = 4_000_000
 
 
 @dataclass(frozen=True)
 class Position:
-    """The position at which the next batch starts: a row in a block of an epoch."""
+    """Where the next batch starts: a row in a block of an epoch."""
 
     epoch: int = 0
     row: int = 0
@@ -60,9 +57,13 @@ def pack(
 
     max_tokens: stop after the part in which this number is reached. None packs the whole split.
     """
-    packed = [no_tokens(id_type(tokenizer.vocab_size))]
-    tokens = done = 0
-    for part in _in_parts(corpus, tokenizer, split):
+    if corpus.parts is None:
+        found = ahead(partial(tokenize, tokenizer=tokenizer), _chunks(corpus.documents(split)))
+    else:
+        parts = corpus.parts(split, tokenizer)
+        found = ahead(parts.read, range(len(parts.bytes)))
+    packed, tokens, done = [NOTHING], 0, 0
+    for part in found:
         packed.append(part)
         tokens += len(part)
         done += part.bytes
@@ -73,15 +74,8 @@ def pack(
     return join(packed)
 
 
-def _in_parts(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> Iterator[Tokens]:
-    if corpus.parts is None:
-        return ahead(partial(tokenize, tokenizer=tokenizer), _chunks(corpus.documents(split)))
-    parts = corpus.parts(split, tokenizer)
-    return ahead(parts.read, range(len(parts.bytes)))
-
-
 def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Yield lists of texts, each of a few megabytes: enough to keep threads busy without using much memory."""
+    """Yield lists of texts of a few megabytes each: enough to keep threads busy without using much memory."""
     chunk: list[str] = []
     size = 0
     for text in texts:
@@ -95,7 +89,7 @@ def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 class _Rows:
-    """A block of an epoch. Its documents are shuffled, depending on seed, epoch and block, and then cut into rows.
+    """A block of an epoch. Its documents are shuffled by seed, epoch and block, then cut into rows.
 
     The rows are shuffled too, so that neighbours in a batch come from different documents even if documents are long.
     """
@@ -114,14 +108,14 @@ class _Rows:
         return len(self._order)
 
     def targets(self, first: int, last: int) -> int:
-        """Return the number of targets in rows `first` to `last` that are not IGNORED."""
+        """Return how many targets in rows `first` to `last` are not IGNORED."""
         return int(np.minimum(self._starts[-1] - self._order[first:last] * self._context, self._context).sum())
 
     def read(self, first: int, last: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the tokens and the targets of rows `first` to `last` in shuffled order, each (rows, context).
 
-        Past the end of the block, its first tokens are repeated, with IGNORED targets. Real text is used as padding
-        because the padding is routed too and competes with the other tokens.
+        The last row is padded with the block's first tokens, whose targets are IGNORED. The padding is real text
+        because it is routed too and competes with the other tokens.
         """
         places = self._order[first:last] * self._context
         rows = np.empty((last - first, self._context + 1), np.int64)
@@ -131,7 +125,7 @@ class _Rows:
         return rows[:, :-1], np.where(beyond, IGNORED, rows[:, 1:])
 
     def _fill(self, row: npt.NDArray[np.int64], place: int) -> None:
-        """Fill the row with the stream's tokens, starting at `place` and wrapping around at the end."""
+        """Fill the row with the block's tokens, starting at `place` and wrapping around at the end."""
         document = int(np.searchsorted(self._starts, place, side="right")) - 1
         filled = 0
         while filled < len(row):
@@ -150,12 +144,12 @@ def rows_per_epoch(tokens: Tokens, context: int) -> int:
 
 def shuffled(count: int, *seed: int) -> npt.NDArray[np.int64]:
     """Return the integers below `count` in an order determined by the seed."""
-    # NumPy keeps a bit generator's raw output stable across releases, but not its permutations.
+    # NumPy keeps the raw output of a bit generator stable across releases, but not its permutations.
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
 
 
 class Whole:
-    """A split in memory, which consists of a single block. It has the same methods as `Stream`."""
+    """A split in memory, as a single block. It has the same methods as `Stream`."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -173,26 +167,17 @@ class Whole:
 class Stream:
     """A split whose parts are shuffled for each epoch and grouped into blocks of about BLOCK_BYTES of text.
 
-    threads: number of threads that read and tokenize in advance. group: the ranks that share this work; each rank reads
-    some of the parts, and sends their tokens to the other ranks when a block starts. None reads everything on this
-    rank. Neither option changes the contents of a block. If one rank cannot read a part, all ranks raise ValueError.
+    threads: number of threads that read and tokenize in advance. group: the ranks that share this work. Each of them
+    reads some parts and sends their tokens to the others when a block starts. With None, this rank reads everything.
+    Neither option changes the contents of a block. If one rank cannot read a part, all ranks raise ValueError.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        seed: int,
-        *,
-        threads: int = 1,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._parts = parts
-        self._bytes = np.array(parts.bytes)
+    def __init__(self, parts: Parts, seed: int, threads: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        self._parts, self._bytes = parts, np.array(parts.bytes)
         self._seed = seed
         self._group = group
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
-        self._pool = ThreadPoolExecutor(threads, "tokenize")
-        self._threads = threads
+        self._pool, self._threads = ThreadPoolExecutor(threads, "tokenize"), threads
         self._layouts: dict[int, list[npt.NDArray[np.int64]]] = {}
         self._ahead: dict[tuple[int, int], list[Future[Tokens]]] = {}
 
@@ -246,12 +231,11 @@ class Stream:
             self._ahead[epoch, block] = [self._pool.submit(self._parts.read, int(part)) for part in mine]
 
     def _finish(self, futures: list[Future[Tokens]]) -> tuple[Tokens, str]:
-        """Return this rank's share of a block, and an error message, which is empty on success."""
-        nothing = no_tokens(self._parts.dtype)
+        """Return this rank's share of a block and an error message, which is empty on success."""
         try:
-            return join([nothing, *(future.result() for future in futures)]), ""
+            return join([NOTHING, *(future.result() for future in futures)]), ""
         except (ValueError, OSError) as error:
-            return nothing, str(error)
+            return NOTHING, str(error)
 
     def _forget(self) -> None:
         for future in itertools.chain(*self._ahead.values()):
@@ -269,15 +253,14 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 class Loader(Iterator[Batch]):
-    """An endless iterator over batches of packed documents; each epoch reshuffles the documents and their rows.
+    """An endless iterator over batches of packed documents. Each epoch reshuffles the documents and their rows.
 
-    tokens: a split in memory, which forms one block, or a split in parts, which `threads` threads read and tokenize in
-    advance. In the second case, a block contains about 32 MB of text from random parts. group: as in `Stream`.
+    tokens: a split in memory, which forms one block, or a split in parts, whose blocks contain about 32 MB of text from
+    random parts. threads and group: as in `Stream`.
 
     Row r of the global batch of `ranks * batch_size` rows is row `position.row + r` of the block, continuing into the
     next block and epoch. Rank i gets rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once per
-    epoch. The last row of a block is padded with the block's first tokens, whose targets are IGNORED. A batch depends
-    only on the position, and not on earlier batches, the threads or the group.
+    epoch. A batch depends only on the position, not on earlier batches, the threads or the group.
 
     Raises ValueError if the tokens do not fill one row, the position is out of range, or a part is damaged.
     """
@@ -300,11 +283,8 @@ class Loader(Iterator[Batch]):
         assert 0 <= rank < ranks
         self.position = position
         self.targets = 0  # number of targets in the last batch over all ranks, excluding IGNORED ones
-        self._batch_size = batch_size
-        self._context = context
-        self._seed = seed
-        self._rank = rank
-        self._ranks = ranks
+        self._batch_size, self._context, self._seed = batch_size, context, seed
+        self._rank, self._ranks = rank, ranks
         self._now: tuple[tuple[int, int], _Rows] | None = None
         self._blocks: Whole | Stream
         if isinstance(tokens, Tokens):
@@ -316,18 +296,17 @@ class Loader(Iterator[Batch]):
             self._blocks = Whole(tokens)
             self._rows_at(position)
         else:
-            self._blocks = Stream(tokens, seed, threads=threads, group=group)
+            self._blocks = Stream(tokens, seed, threads, group)
 
     def seek(self, position: Position) -> None:
-        """Continue from the given position. Raises ValueError if the corpus has no such position."""
+        """Continue from another position. Raises ValueError if the corpus has no such position."""
         self._rows_at(position)
         self.position = position
 
     def __next__(self) -> Batch:
         first, last, whole = (i * self._batch_size for i in (self._rank, self._rank + 1, self._ranks))
-        seen, position = 0, self.position
-        tokens, following = [], []
-        empty = targets = 0
+        position, read = self.position, []
+        seen = empty = targets = 0
         while seen < whole:
             rows = self._rows_at(position)
             empty = 0 if len(rows) else empty + 1
@@ -336,14 +315,12 @@ class Loader(Iterator[Batch]):
             taken = min(whole - seen, len(rows) - position.row)
             mine = slice(max(first - seen, 0), min(last - seen, taken))
             if mine.start < mine.stop:
-                read = rows.read(position.row + mine.start, position.row + mine.stop)
-                tokens.append(read[0])
-                following.append(read[1])
+                read.append(rows.read(position.row + mine.start, position.row + mine.stop))
             targets += rows.targets(position.row, position.row + taken)
             seen += taken
             position = self._after(position, taken, rows)
         self.position, self.targets = position, targets
-        return Batch(*(torch.from_numpy(np.concatenate(parts)) for parts in (tokens, following)))
+        return Batch(*(torch.from_numpy(np.concatenate(parts)) for parts in zip(*read, strict=True)))
 
     def close(self) -> None:
         """Stop the threads."""
@@ -370,9 +347,9 @@ class Loader(Iterator[Batch]):
 
 
 def windows(tokens: Tokens, context: int) -> Iterator[Batch]:
-    """Yield validation rows of shape `(context,)` in document order. Every token except the first is a target once.
+    """Yield rows `(context,)` in document order for validation. Every token except the first is a target once.
 
-    The last window is padded with `IGNORED` targets.
+    The last window is padded, with `IGNORED` targets.
     """
     for start in range(0, len(tokens) - 1, context):
         ids = torch.from_numpy(tokens.ids[start : start + context + 1].astype(np.int64))

@@ -1,6 +1,6 @@
-"""Downloads public data sets into the cache folder, and finds them there later.
+"""Downloads public data sets into the cache folder and finds them there later.
 
-Data sets come from the Hugging Face hub, and the CORE bundle from another server. A file gets its name when complete.
+Data sets come from the Hugging Face hub, the CORE bundle from another server. Only complete files get their final name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..files import expand, new_folder, replacing
 from ..install import install
@@ -33,6 +33,7 @@ FINEWEB_EDU = "fineweb-edu"
 FINEWEB_EDU_DATASET = "karpathy/fineweb-edu-100b-shuffle"
 FINEWEB_EDU_SHARDS = 1823
 """The number of shards. The last one is the validation split, however many of the others are downloaded."""
+_FINEWEB_EDU_SHARD = "shard_{:05}.parquet"
 
 HUB = "hub"
 """The subfolder for other data sets from the Hugging Face hub."""
@@ -48,7 +49,7 @@ MOST_BYTES = 2 << 30
 def cache_folder() -> Path:
     """Return the folder named in EXPERT_THRESHOLD_CACHE, by default `expert-threshold` in the user's cache folder.
 
-    Raises ValueError if the path needs a home folder and there is none.
+    Raises ValueError if the path starts with ~ and there is no home folder.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = expand(os.environ.get(VARIABLE) or f"{caches}/expert-threshold")
@@ -58,7 +59,7 @@ def cache_folder() -> Path:
 
 
 def require_writable(folder: Path, remedy: str = f"set {VARIABLE} to another cache folder") -> Path:
-    """Return the folder after creating it if needed. Raises ValueError with the remedy if it is not writable."""
+    """Create the folder if needed, and return it. Raises ValueError with the remedy if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -68,27 +69,19 @@ def require_writable(folder: Path, remedy: str = f"set {VARIABLE} to another cac
     return folder
 
 
-class Remote(NamedTuple):
-    """A file of a data set. For small files, the hub does not record a SHA-256, and it is None."""
-
-    size: int
-    sha256: str | None
-
-
-def list_files(dataset: str) -> dict[str, Remote]:
-    """Return the files of a data set, keyed by path. Raises ValueError as `download` does."""
+def list_files(dataset: str) -> dict[str, Any]:
+    """Return the hub's records of the files of a data set, keyed by path. Raises ValueError as `download` does."""
     with hub_errors(dataset) as hub:
         entries = hub.HfApi().list_repo_tree(dataset, recursive=True, repo_type="dataset")
-        files = [entry for entry in entries if hasattr(entry, "size")]  # folders have no size
-    return {file.path: Remote(file.size, file.lfs.sha256 if file.lfs else None) for file in files}
+        return {entry.path: entry for entry in entries if hasattr(entry, "size")}  # folders have no size
 
 
 def download(dataset: str, names: Sequence[str], folder: Path, progress: Progress = lambda done, total: None) -> None:
     """Download the named files of a data set that are missing from a folder, and check their SHA-256.
 
-    Interrupted downloads are resumed. If a download fails, the completed files are kept, and the next call continues
-    from there. Raises ValueError if the hub is unreachable or refuses a file, or if huggingface_hub is missing. Raises
-    OSError if the disk is full.
+    Interrupted downloads are resumed. After a failure, completed files are kept, and the next call continues from
+    there. Raises ValueError if the hub is unreachable or refuses a file, or if huggingface_hub is missing, and OSError
+    if the disk is full.
     """
     missing = [name for name in names if not (folder / name).exists()]
     if not missing:
@@ -100,11 +93,10 @@ def download(dataset: str, names: Sequence[str], folder: Path, progress: Progres
     incomplete = folder / ".incomplete"
     for name in missing:
         with hub_errors(dataset) as hub:
-            bar = _bar(hub, progress, done, total)
-            part = Path(
-                hub.HfApi().hf_hub_download(dataset, name, repo_type="dataset", local_dir=incomplete, tqdm_class=bar)
-            )
-        _check(part, dataset, listed[name].sha256)
+            how = {"repo_type": "dataset", "local_dir": incomplete, "tqdm_class": _bar(hub, progress, done, total)}
+            part = Path(hub.HfApi().hf_hub_download(dataset, name, **how))
+        if listed[name].lfs:  # the hub records no SHA-256 of small files
+            _require_sha256(part, dataset, listed[name].lfs.sha256)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(part, folder / name)
         done += listed[name].size
@@ -113,7 +105,7 @@ def download(dataset: str, names: Sequence[str], folder: Path, progress: Progres
 
 
 def _bar(hub: Any, progress: Progress, done: int, total: int) -> type:
-    """Return a progress bar class that draws nothing, but reports `done` plus the bytes received since then."""
+    """Return a progress bar class that draws nothing, but reports `done` plus the bytes it has received."""
 
     class Bar(hub.utils.tqdm):
         arrived = 0
@@ -128,10 +120,8 @@ def _bar(hub: Any, progress: Progress, done: int, total: int) -> type:
     return Bar
 
 
-def _check(part: Path, dataset: str, sha256: str | None) -> None:
-    """Raise ValueError, after removing the file, if its SHA-256 is not `sha256`."""
-    if sha256 is None:
-        return
+def _require_sha256(part: Path, dataset: str, sha256: str) -> None:
+    """Remove the file and raise ValueError if its SHA-256 is not `sha256`."""
     with part.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
@@ -143,7 +133,7 @@ def _check(part: Path, dataset: str, sha256: str | None) -> None:
 
 @contextmanager
 def hub_errors(name: str, what: str = "downloaded from") -> Iterator[Any]:
-    """Yield the huggingface_hub module, and convert its errors, which share no base class, to ValueError."""
+    """Yield the module huggingface_hub and convert its errors, which share no base class, to ValueError."""
     try:
         import huggingface_hub as hub
         import huggingface_hub.utils
@@ -162,7 +152,7 @@ def hub_errors(name: str, what: str = "downloaded from") -> Iterator[Any]:
 
 
 def fetch(url: str, path: Path, progress: Progress = lambda done, total: None) -> None:
-    """Download one file. Raises ValueError if the server is unreachable, refuses the request or sends too little."""
+    """Download one file. Raises ValueError if the server is unreachable, refuses the request or sends too few bytes."""
     try:
         with replacing(path) as part, urllib.request.urlopen(url, timeout=TIMEOUT) as response, part.open("wb") as file:
             if url.startswith("https:") and not response.url.startswith("https:"):
@@ -183,12 +173,6 @@ def fetch(url: str, path: Path, progress: Progress = lambda done, total: None) -
         ) from None
 
 
-def fineweb_edu_shards(cache: Path, shards: int) -> list[Path]:
-    """Return the paths of the first `shards` training shards and of the validation shard."""
-    numbers = [*range(shards), FINEWEB_EDU_SHARDS - 1]
-    return [cache / FINEWEB_EDU / f"shard_{number:05}.parquet" for number in numbers]
-
-
 def fetch_dataset(cache: Path, name: str, pattern: str, progress: Progress) -> Path:
     """Download the files of a Hugging Face data set whose paths match `pattern`, and return their folder.
 
@@ -205,21 +189,20 @@ def fetch_dataset(cache: Path, name: str, pattern: str, progress: Progress) -> P
 
 def fetch_fineweb_edu(cache: Path, shards: int, progress: Progress) -> list[Path]:
     """Download the missing training shards and the validation split. Raises ValueError as `download` does."""
-    if not 1 <= shards < FINEWEB_EDU_SHARDS:
-        raise ValueError(
-            f"--shards {shards} must be a number from 1 to {FINEWEB_EDU_SHARDS - 1}, the number of training shards"
-        )
-    paths = fineweb_edu_shards(cache, shards)
+    last = FINEWEB_EDU_SHARDS - 1
+    if not 1 <= shards <= last:
+        raise ValueError(f"--shards {shards} must be a number from 1 to {last}, the number of training shards")
+    names = [_FINEWEB_EDU_SHARD.format(number) for number in (*range(shards), last)]
     folder = require_writable(cache / FINEWEB_EDU)
-    download(FINEWEB_EDU_DATASET, [path.name for path in paths], folder, progress)
-    return paths
+    download(FINEWEB_EDU_DATASET, names, folder, progress)
+    return [folder / name for name in names]
 
 
 def downloaded_fineweb_edu() -> list[Path]:
     """Return the shards in the user's cache, the last of which is for validation. Raises ValueError if none exist."""
     folder = cache_folder() / FINEWEB_EDU
     paths = sorted(folder.glob("shard_*.parquet"))
-    if len(paths) < 2 or paths[-1] != fineweb_edu_shards(cache_folder(), 1)[-1]:
+    if len(paths) < 2 or paths[-1].name != _FINEWEB_EDU_SHARD.format(FINEWEB_EDU_SHARDS - 1):
         raise ValueError(
             f"{FINEWEB_EDU} is not in {folder}; download it with et data {FINEWEB_EDU} --shards N, or set "
             f"{VARIABLE} to another cache folder"
@@ -248,7 +231,7 @@ def core_bundle() -> Path | None:
 
 
 def unzip(archive: Path, folder: Path, top: str) -> None:
-    """Unpack the archive's folder `top` to `folder` atomically. Raises ValueError if it is damaged or lacks `top`."""
+    """Unpack an archive's folder `top` to `folder` atomically. Raises ValueError if it is damaged or lacks `top`."""
     try:
         with zipfile.ZipFile(archive) as file, new_folder(folder) as temporary:
             members = [member for member in file.infolist() if member.filename.startswith(f"{top}/")]

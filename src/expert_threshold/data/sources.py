@@ -1,4 +1,4 @@
-"""Corpora are documents in two splits, which come from the embedded standard library or from files."""
+"""Opens corpora: documents in two splits, from the embedded standard library or from files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Reader = Callable[[], Iterator[embedded.Document]]
 @dataclass(frozen=True)
 class DataConfig:
     """Data options. The embedded corpus, folders of Parquet shards, and folders with files named validation or test
-    have a validation split. From any other text, a fraction VALIDATION_SHARE of the documents is held out.
+    have a validation split. For any other text, a fraction VALIDATION_SHARE of the documents is held out.
     """
 
     source: str = option(
@@ -57,7 +57,7 @@ class Corpus:
     """Documents in two splits. `hash` is the sha256, in hex, of the names, contents and splits of all documents.
 
     Shards are read on demand, so `hash` covers only their names and footers, and `sizes` are accurate to about one
-    percent. `parts` returns the parts of a split, tokenized with a given tokenizer on demand; it is None if the corpus
+    percent. `parts` returns the parts of a split, tokenized on demand with a given tokenizer, or is None if the corpus
     fits into memory. `tokenizer` is the tokenizer stored with the text; a `tokenized` corpus works with no other one.
     `train_shards` is the number of training shards. `notes` mention what a user might not expect.
     """
@@ -77,8 +77,8 @@ class Corpus:
         return self.texts[split]()
 
     def beginning(self, characters: int, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
-        """Yield the first `characters` characters of the training split, text by text. `progress` is called with the
-        number of characters read and the total.
+        """Yield the first `characters` of the training split, text by text. `progress` gets the number read and the
+        total.
         """
         read, total = 0, min(characters, self.sizes["train"].bytes)
         for text in self.documents("train"):
@@ -96,69 +96,54 @@ class Corpus:
 
     def describe(self) -> str:
         """Return a one-line description for logs."""
-        train, validation = (self.sizes[split] for split in SPLITS)
-        sizes = (
-            f"{self.name}: {train.documents} documents, {train.bytes / 1e6:.2f} MB for training",
-            f"{validation.documents} documents, {validation.bytes / 1e6:.2f} MB for validation",
-        )
-        return "; ".join((*sizes, *self.notes))
+        sizes = {"training": self.sizes["train"], "validation": self.sizes["validation"]}
+        facts = [f"{size.documents} documents, {size.bytes / 1e6:.2f} MB for {use}" for use, size in sizes.items()]
+        return f"{self.name}: {'; '.join([*facts, *self.notes])}"
 
 
-def open_source(
-    source: str,
-    text_field: str = "text",
-    train_shards: int | None = None,
-) -> Corpus:
-    """Return the corpus of a source. See `DataConfig` for the arguments.
+def open_source(source: str, text_field: str = "text", train_shards: int | None = None) -> Corpus:
+    """Open a corpus. See `DataConfig` for the arguments.
 
     Sources other than shards are read completely, so that errors show up early. Raises ValueError, naming the path and
     the remedy, if anything is missing, empty, damaged or not UTF-8.
     """
     config = DataConfig(source, text_field, train_shards)
-    if config.source == FINEWEB_EDU:
+    if source == FINEWEB_EDU:
         return _open_shards(config, downloaded_fineweb_edu())
-    path = expand(config.source)
-    paths = [] if config.source == EMBEDDED or (path / MANIFEST).is_file() else files.find(path)
+    path = expand(source)
+    paths = [] if source == EMBEDDED or (path / MANIFEST).is_file() else files.find(path)
     if len(paths) > 1 and files.kind(paths[0]) == ".parquet":
         return _open_shards(config, paths)
     if train_shards is not None:
-        raise ValueError(f"train_shards={train_shards}: {config.source} has no Parquet shards; omit the option")
-    if config.source == EMBEDDED:
+        raise ValueError(f"train_shards={train_shards}: {source} has no Parquet shards; omit the option")
+    if source == EMBEDDED:
         train, validation = embedded.documents()
-        return make_corpus(
-            config.source,
-            {"train": lambda: iter(train), "validation": lambda: iter(validation)},
-            "this Python comes without the source of its standard library, so use a file or folder of text",
-        )
+        remedy = "this Python comes without the source of its standard library, so use a file or folder of text"
+        return make_corpus(source, {"train": lambda: iter(train), "validation": lambda: iter(validation)}, remedy)
     if not paths:
-        return _open_tokens(config.source, path)
+        return _open_tokens(source, path)
     by_name, notes = _split_by_name(path, paths)
     smallest, nulls = 1.0, 0
-    for _, text in _rows(path, paths, config.text_field):
+    for _, text in _rows(path, paths, text_field):
         nulls += text is None
         if text and text.strip():
             smallest = min(smallest, _hash_share(text))
     if smallest == 1:
-        raise ValueError(f"{config.source} contains no documents; add some text, or use another file or folder")
+        raise ValueError(f"{source} contains no documents; add some text, or use another file or folder")
     bound = max(VALIDATION_SHARE, smallest)  # at least one document goes to validation
 
     def read(split: Split) -> Iterator[embedded.Document]:
-        rows = _rows(path, by_name[split] if by_name else paths, config.text_field)
-        documents = ((name, text) for name, text in rows if text and text.strip())
-        if by_name:
-            return documents
-        return (document for document in documents if (_hash_share(document[1]) <= bound) == (split == "validation"))
+        for name, text in _rows(path, by_name.get(split, paths), text_field):
+            if text and text.strip() and (by_name or (_hash_share(text) <= bound) == (split == "validation")):
+                yield name, text
 
-    return make_corpus(
-        config.source,
-        {split: partial(read, split) for split in SPLITS},
-        "add more distinct documents, as files, .jsonl lines, .parquet rows or one .txt file of more than 16 KiB",
-        [*notes, *_about_nulls(nulls)],
-    )
+    remedy = "add more distinct documents, as files, .jsonl lines, .parquet rows or one .txt file of more than 16 KiB"
+    readers = {split: partial(read, split) for split in SPLITS}
+    return make_corpus(source, readers, remedy, [*notes, *_about_nulls(nulls)])
 
 
 def _split_by_name(root: Path, paths: Sequence[Path]) -> tuple[dict[Split, list[Path]], list[str]]:
-    """Assign files to splits if some, but not all, are named test or validation. Also return notes about the choice.
+    """Return the files of each split if some, but not all, are named test or validation, and notes about the choice.
 
     Files named test are used for validation only if no file is named validation.
     """
@@ -169,10 +154,8 @@ def _split_by_name(root: Path, paths: Sequence[Path]) -> tuple[dict[Split, list[
         return {}, ["trains on text that is named test or validation"]
     validation = files.held_out(root, paths, files.VALIDATION) or held_out
     names = ", ".join(path.relative_to(root).as_posix() for path in held_out[:4]) + ", …" * (len(held_out) > 4)
-    return (
-        {"train": sorted(set(paths) - set(held_out)), "validation": validation},
-        [f"does not train on {names}"],
-    )
+    train = sorted(set(paths) - set(held_out))
+    return {"train": train, "validation": validation}, [f"does not train on {names}"]
 
 
 def _about_nulls(nulls: int) -> list[str]:
@@ -196,7 +179,7 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
     return Corpus(
         config.source,
         hashlib.sha256("".join(shards[split].hash for split in SPLITS).encode()).hexdigest(),
-        {split: Size(found.documents, found.bytes) for split, found in shards.items()},
+        {s: Size(sum(g.documents for g in x.groups), sum(g.bytes for g in x.groups)) for s, x in shards.items()},
         {split: found.texts for split, found in shards.items()},
         lambda split, tokenizer: TextParts(shards[split], tokenizer),
         None if beside is None else Tokenizer.load(beside),
@@ -230,7 +213,7 @@ def absolute(source: str) -> str:
 
 
 def _rows(root: Path, paths: Sequence[Path], text_field: str) -> Iterator[tuple[str, str | None]]:
-    """Yield texts, each named by its path below `root` and an index. A lone .txt file is cut into sections."""
+    """Yield texts, each named by its path below `root` and an index. A lone .txt file is split into sections."""
     for path in paths:
         name = path.name if path == root else path.relative_to(root).as_posix()
         alone = files.kind(path) == ".txt" and len(paths) == 1
@@ -239,7 +222,7 @@ def _rows(root: Path, paths: Sequence[Path], text_field: str) -> Iterator[tuple[
 
 
 def _hash_share(text: str) -> float:
-    """Return a number in [0, 1) that depends only on the text, so that no text is on both sides of the split."""
+    """Return a number in [0, 1) that depends only on the text, so that equal texts are in the same split."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) / 2**56
 
 
@@ -248,7 +231,7 @@ def _texts(read: Reader) -> Iterator[str]:
 
 
 def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str, notes: Sequence[str] = ()) -> Corpus:
-    """Read all documents once and return the corpus. Raises ValueError with the remedy if a split is empty."""
+    """Build a corpus after reading all documents once. Raises ValueError with the remedy if a split is empty."""
     digest = hashlib.sha256()
     sizes: dict[Split, Size] = {}
     for split, read in readers.items():

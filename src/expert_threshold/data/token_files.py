@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from ..files import read_json, replace_json, replacing
 from .tokenizer import Tokenizer
-from .tokens import Parts, Tokens, ahead, id_type
+from .tokens import Parts, Tokens, ahead
 
 FORMAT, VERSION = "expert-threshold tokens", 2
 MANIFEST, TOKENIZER = "tokens.json", "tokenizer.json"
@@ -20,11 +21,10 @@ CONTINUE = "remove it and continue with et data tokenize"
 
 @dataclass(frozen=True)
 class TokenParts:
-    """A split of a token folder. bytes: the size of each part's text, as recorded in the manifest."""
+    """One split of a token folder. bytes: the size of each part's text, as recorded in the manifest."""
 
     folder: Path
     bytes: Sequence[int]
-    dtype: np.dtype[np.unsignedinteger[Any]]
 
     def read(self, part: int) -> Tokens:
         path = _path(self.folder, part)
@@ -39,9 +39,8 @@ class TokenParts:
 
     def texts(self, tokenizer: Tokenizer) -> Iterator[str]:
         """Yield the texts of all documents."""
-        for part in range(len(self.bytes)):
-            tokens = self.read(part)
-            for start, end in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True):
+        for tokens in map(self.read, range(len(self.bytes))):
+            for start, end in pairwise(tokens.offsets):
                 yield tokenizer.decode(tokens.ids[start + 1 : end].tolist())
 
 
@@ -53,10 +52,10 @@ def write_tokens(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Tokenize every part of every split into a folder, skipping the parts that it already contains.
+    """Tokenize every part of every split into a folder, skipping parts that it already contains.
 
-    about: facts about the text, which are added to the manifest. Raises ValueError if the folder contains tokens of
-    another text or tokenizer, or if a part is damaged.
+    about: facts about the text, to be added to the manifest. Raises ValueError if the folder contains tokens of another
+    text or tokenizer, or if a part is damaged.
     """
     manifest = {
         "format": FORMAT,
@@ -103,5 +102,4 @@ def open_tokens(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Toke
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     if tokenizer.hash != manifest["tokenizer"]:
         raise ValueError(f"{folder / TOKENIZER} is not the tokenizer of these tokens; restore the file from a backup")
-    dtype = id_type(tokenizer.vocab_size)
-    return manifest, tokenizer, {s: TokenParts(folder / s, sizes, dtype) for s, sizes in manifest["bytes"].items()}
+    return manifest, tokenizer, {split: TokenParts(folder / split, sizes) for split, sizes in manifest["bytes"].items()}

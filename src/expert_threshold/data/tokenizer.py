@@ -1,4 +1,4 @@
-"""A tokenizer with byte-level BPE. rustbpe learns the merges, and tiktoken applies them."""
+"""A byte-level BPE tokenizer. rustbpe learns the merges, and tiktoken applies them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOS = "<|bos|>"
 MIN_VOCAB_SIZE = 257
 """The size of a vocabulary that contains only the 256 bytes and `BOS`."""
 MAX_VOCAB_SIZE = 2**20
-"""Several times the largest vocabulary in use. Thanks to this limit, mistyped numbers are rejected immediately."""
+"""Several times the largest vocabulary in use, so that mistyped numbers are rejected immediately."""
 
 # Text is split into pieces, and merges happen only within a piece. A piece is a contraction, a word with the character
 # before it, up to two digits, or punctuation. As in GPT-4's pattern, the last space before a word belongs to the word.
@@ -41,7 +41,7 @@ THREADS = min(8, os.cpu_count() or 1)
 
 
 def require_vocab_size(vocab_size: int) -> None:
-    """Raise ValueError if the vocabulary is too small for all bytes, or larger than any text supports."""
+    """Raise ValueError if the vocabulary is too small for all bytes or larger than any text supports."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size={vocab_size} is too small; use at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})")
     if vocab_size > MAX_VOCAB_SIZE:
@@ -49,10 +49,10 @@ def require_vocab_size(vocab_size: int) -> None:
 
 
 class Tokenizer:
-    """Maps text to ids and back. Ids 0 to 255 are bytes, followed by merges in rank order and, last, `BOS`.
+    """Maps text to ids and back. Ids 0 to 255 are bytes, followed by merges in rank order and, finally, `BOS`.
 
     `tokens` contains the bytes of every id except `BOS`, which starts each document. No text encodes to `BOS`, since
-    "<|bos|>" in a text is treated as ordinary text.
+    "<|bos|>" in a text is ordinary text.
     """
 
     def __init__(self, tokens: Sequence[bytes], pattern: str = PATTERN) -> None:
@@ -92,7 +92,7 @@ class Tokenizer:
 
     @property
     def hash(self) -> str:
-        """A hexadecimal sha256 that is equal for tokenizers that encode identically."""
+        """A sha256, in hex, that is equal for tokenizers that encode identically."""
         return digest(self._tokens, self._pattern)
 
     @property
@@ -112,7 +112,7 @@ class Tokenizer:
         return self._encoding.encode_ordinary_batch(texts, num_threads=THREADS)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text. Invalid UTF-8, such as a part of a character, is replaced by U+FFFD."""
+        """Return the text. Invalid UTF-8, such as part of a character, is replaced by U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -130,7 +130,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Load a file written by `save`, or another byte-level BPE, whose ids change. Raises ValueError otherwise."""
+        """Load a file written by `save`, or any byte-level BPE, whose ids then change. Raises ValueError otherwise."""
         try:
             return cls(*from_tokenizer_json(json.loads(Path(path).read_bytes()), BOS))
         except (ValueError, RecursionError) as error:

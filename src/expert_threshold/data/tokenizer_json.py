@@ -1,4 +1,4 @@
-"""Converts our tokenizer to and from Hugging Face's `tokenizer.json`, without needing `tokenizers`."""
+"""Converts our tokenizer to and from Hugging Face's `tokenizer.json` without needing `tokenizers`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def to_tokenizer_json(tokens: Sequence[bytes], pattern: str, bos: str) -> dict[s
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     known = f"sha256 {digest(tokens, pattern)}"  # stored as an unused special token, since other keys would not be read
-    opening, first, second = {"SpecialToken": {"id": bos, "type_id": 0}}, _sequence("A", 0), _sequence("B", 1)
+    special = {bos: {"id": bos, "ids": [len(tokens)], "tokens": [bos]}, known: {"id": known, "ids": [], "tokens": []}}
+    opening = {"SpecialToken": {"id": bos, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    template = {"type": "TemplateProcessing", "single": [opening, first], "pair": [opening, first, second]}
     return {
         "version": "1.0",
         "truncation": None,
@@ -41,25 +44,12 @@ def to_tokenizer_json(tokens: Sequence[bytes], pattern: str, bos: str) -> dict[s
         "added_tokens": [],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [opening, first],
-            "pair": [opening, first, second],
-            "special_tokens": {
-                bos: {"id": bos, "ids": [len(tokens)], "tokens": [bos]},
-                known: {"id": known, "ids": [], "tokens": []},
-            },
-        },
+        "post_processor": template | {"special_tokens": special},
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
+            **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+            **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
             "vocab": vocab,
             "merges": [list(map(_show, _halves(token, ranks))) for token in tokens[256:]],
         },
@@ -69,8 +59,8 @@ def to_tokenizer_json(tokens: Sequence[bytes], pattern: str, bos: str) -> dict[s
 def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[bytes], str]:
     """Return the tokens and the pattern of a byte-level BPE, such as GPT-2's, Llama 3's or ours.
 
-    The result splits text into the same tokens. The ids of a tokenizer that is not ours change, and its special tokens
-    are dropped, since no text encodes to them. Raises ValueError if our tokenizer would split text differently.
+    The result splits text into the same tokens. If the tokenizer is not ours, its ids change, and its special tokens
+    are dropped because no text encodes to them. Raises ValueError if our tokenizer would split text differently.
     """
     try:
         model, steps = content["model"], content["pre_tokenizer"]
@@ -100,22 +90,18 @@ def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[byte
 
 
 def _merges_alike(tokens: Sequence[bytes], merges: Sequence[tuple[str, str]]) -> bool:
-    """Return True if merging by the rank of the result, as we do, is equivalent to merging the pairs in order."""
+    """Return whether merging by the rank of the result, as we do, is equivalent to merging the pairs in order."""
     place, ranks = {pair: i for i, pair in enumerate(merges)}, {token: rank for rank, token in enumerate(tokens)}
     halves = [_halves(token, ranks, replayed=True) for token in tokens[256:]]
     found = [place.get((_show(first), _show(second)), -1) for first, second in halves]
     return all(found[i] > (found[i - 1] if i else -1) for i in range(len(found)))
 
 
-def _sequence(name: str, type_id: int) -> dict[str, Any]:
-    return {"Sequence": {"id": name, "type_id": type_id}}
-
-
 def _halves(token: bytes, ranks: Mapping[bytes, int], *, replayed: bool = False) -> list[bytes]:
     """Return the two tokens that merge into `token`. If it can be split in several ways, earlier merges decide.
 
-    Merging by pairs, as `tokenizers` does, is then equivalent to merging by results, as we do: whenever adjacent tokens
-    make up `token`, they were formed from its bytes alone, so they are these two.
+    This makes merging by pairs, as in `tokenizers`, equivalent to merging by results, as we do: whenever adjacent
+    tokens make up `token`, they were formed from its bytes alone, so they are these two.
     """
     own = ranks[token]
     halves = ([token[:cut], token[cut:]] for cut in range(1, len(token)))
@@ -135,7 +121,7 @@ def _halves(token: bytes, ranks: Mapping[bytes, int], *, replayed: bool = False)
     return parts
 
 
-# Byte-level BPE represents each byte by a character: its own if that is printable, or else one from U+0100 upwards.
+# Byte-level BPE represents each byte by a character: its own if it is printable, else one from U+0100 upwards.
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {
     byte: chr(256 + i) for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)

@@ -1,4 +1,4 @@
-"""Tokenized documents. A split is either in memory, or in parts that are read on demand."""
+"""Tokenized documents. A split is either in memory or divided into parts that are read on demand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
-"""Token ids, as uint16 if the vocabulary is small enough, or else as uint32."""
+"""Token ids: uint16 if the vocabulary is small enough, else uint32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +40,12 @@ class Tokens:
         return len(self.offsets) - 1
 
 
-class Parts(Protocol):
-    """A split in parts that can each be read independently, in any order and on any thread."""
+NOTHING = Tokens(np.empty(0, np.uint8), np.zeros(1, np.int64), 0)
+"""No documents. `join` accepts it beside ids of any dtype."""
 
-    @property
-    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """The dtype of the ids."""
+
+class Parts(Protocol):
+    """A split whose parts can be read independently, in any order and on any thread."""
 
     @property
     def bytes(self) -> Sequence[int]:
@@ -63,10 +63,6 @@ class TextParts:
     tokenizer: Tokenizer
 
     @property
-    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        return id_type(self.tokenizer.vocab_size)
-
-    @property
     def bytes(self) -> Sequence[int]:
         return [group.bytes for group in self.shards.groups]
 
@@ -74,32 +70,21 @@ class TextParts:
         return tokenize(self.shards.read(part), self.tokenizer)
 
 
-def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the smallest dtype that can represent every id."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
-def no_tokens(dtype: np.dtype[np.unsignedinteger[Any]]) -> Tokens:
-    """Return a `Tokens` without any documents."""
-    return Tokens(np.empty(0, dtype), np.zeros(1, np.int64), 0)
-
-
 def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> Tokens:
     """Tokenize documents on this thread. The GIL is mostly released, so other threads can run at the same time."""
     bos = np.array([tokenizer.bos], np.uint32)
-    documents: list[npt.NDArray[np.uint32]] = []
+    documents = [bos[:0]]
     size = 0
     for text in texts:
         documents.append(np.concatenate([bos, tokenizer.encode_array(text)]))
         size += len(text.encode())
-    kind = id_type(tokenizer.vocab_size)
-    ids = np.concatenate(documents, dtype=kind, casting="same_kind") if documents else np.empty(0, kind)
-    offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-    return Tokens(ids, offsets, size)
+    dtype: np.dtype[np.unsignedinteger[Any]] = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    ids = np.concatenate(documents, dtype=dtype, casting="same_kind")
+    return Tokens(ids, np.cumsum([len(document) for document in documents], dtype=np.int64), size)
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:
-    """Return a `Tokens` with all documents of one or more parts, in order."""
+    """Return all documents of one or more parts, in order."""
     starts = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
     offsets = [part.offsets[:-1] + start for part, start in zip(parts, starts[:-1], strict=True)]
     return Tokens(
