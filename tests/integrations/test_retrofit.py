@@ -222,7 +222,7 @@ def test_stopped_anywhere_and_repeated_it_gives_what_it_gives_in_one_go(
 
         return called
 
-    monkeypatch.setattr("expert_threshold.cli.retrofit.document_sums", stopping(document))
+    monkeypatch.setattr("expert_threshold.integrations.retrofit.document_sums", stopping(document))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", stopping(clip))
     codes = [130]
     while codes[-1] == 130:

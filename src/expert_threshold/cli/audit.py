@@ -1,4 +1,4 @@
-"""`et audit`: shows how a language model uses its experts, and whether it is causal, from text alone."""
+"""`et audit`: shows how a language model uses its experts and whether it is causal, from text alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONS = [
     *COMPUTE,
 ]
 DESCRIPTION = (
-    "Audit a causal language model using nothing but text. Measures the loads, fanout, drift and pairs of its experts. "
+    "Audit a causal language model with nothing but text. Measures the loads, fanout, drift and pairs of its experts. "
     "To test causality, changes later tokens, other texts in the batch, padding and the chunks of the prefill, and "
     "compares the logits and experts that must not change. Prints one line. Exits with 1 if the model is not causal."
 )
@@ -40,8 +40,7 @@ def run(arguments: Sequence[str]) -> None:
     """Print the verdict."""
     options = parse_all("et audit", DESCRIPTION, OPTIONS, arguments)
     named = {name: open_held_out(name).documents("validation") for name in options["text"] or ()}
-    page = None if options["page"] is None else Path(options["page"])
-    if page is not None:
+    if (page := options["page"] and Path(options["page"])) is not None:
         with style():  # fails early without matplotlib
             pass
         if page.is_dir() or not page.parent.is_dir():
@@ -58,7 +57,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _embedded() -> dict[str, list[str]]:
-    """Return the held-out part of the embedded corpus, with code and prose as separate texts."""
+    """Return the held-out part of the embedded corpus, with code and prose kept apart."""
     texts: dict[str, list[str]] = {}
     for name, text in embedded.documents()[1]:
         texts.setdefault("code" if name.endswith(".py") else "docs", []).append(text)

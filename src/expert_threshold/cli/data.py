@@ -12,18 +12,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ..analysis.sentences import short
-from ..data import Tokenizer, open_source
+from ..data import Tokenizer, open_source, public
 from ..data.files import find
-from ..data.public import (
-    CORE,
-    FINEWEB_EDU,
-    HUB,
-    cache_folder,
-    fetch_core,
-    fetch_dataset,
-    fetch_fineweb_edu,
-    require_writable,
-)
+from ..data.public import CORE, FINEWEB_EDU, HUB, cache_folder, require_writable
 from ..data.token_files import TOKENIZER, write_tokens
 from ..data.tokenizer import require_vocab_size
 from ..data.tokens import Parts
@@ -64,7 +55,7 @@ def run(arguments: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _cache(part: str) -> Iterator[Path]:
-    """Yield the cache folder while holding an exclusive lock on its `part`."""
+    """Yield the cache folder, with an exclusive lock on its `part`."""
     folder = cache_folder()
     with exclusive(require_writable(folder / part) / ".lock"):
         yield folder
@@ -73,25 +64,22 @@ def _cache(part: str) -> Iterator[Path]:
 def _fineweb_edu(given: Given, display: Display) -> str:
     with _cache(FINEWEB_EDU) as cache:
         start = time.monotonic()
-        paths = fetch_fineweb_edu(cache, given["shards"], display.task("downloading"))
-    size = sum(path.stat().st_size for path in paths)
-    return (
-        f"{len(paths)} shards, {short(size)} bytes, in {paths[0].parent}, {clock(time.monotonic() - start)}; "
-        f"the last is for validation\nnext: {et()} data tokenizer"
-    )
+        paths = public.fetch_fineweb_edu(cache, given["shards"], display.task("downloading"))
+    size, took = short(sum(path.stat().st_size for path in paths)), clock(time.monotonic() - start)
+    shards = f"{len(paths)} shards, {size} bytes, in {paths[0].parent}, {took}; the last is for validation"
+    return f"{shards}\nnext: {et()} data tokenizer"
 
 
 def _hub(given: Given, display: Display) -> str:
     with _cache(HUB) as cache:
-        folder = fetch_dataset(cache, given["dataset"], given["files"], display.task("downloading"))
+        folder = public.fetch_dataset(cache, given["dataset"], given["files"], display.task("downloading"))
     return f"{len(find(folder))} files in {folder}\nnext: {et()} train --data {shlex.quote(str(folder))}"
 
 
 def _core(given: Given, display: Display) -> str:
     with _cache("") as cache:
-        folder = fetch_core(cache, display.task("downloading"))
-    tasks = read_bundle(folder)
-    return f"{len(tasks)} tasks in {folder}\nnext: {et()} evaluate RUN"
+        folder = public.fetch_core(cache, display.task("downloading"))
+    return f"{len(read_bundle(folder))} tasks in {folder}\nnext: {et()} evaluate RUN"
 
 
 def _tokenizer(given: Given, display: Display) -> str:
@@ -106,8 +94,7 @@ def _tokenizer(given: Given, display: Display) -> str:
     start = time.monotonic()
     display.say(corpus.describe())
     display.say(f"training a tokenizer of {given['vocab_size']:,} tokens")
-    texts = corpus.beginning(given["characters"], display.task("reading"))
-    tokenizer = Tokenizer.train(texts, given["vocab_size"])
+    tokenizer = Tokenizer.train(corpus.beginning(given["characters"], display.task("reading")), given["vocab_size"])
     with replacing(out) as temporary:
         tokenizer.save(temporary)
     return f"{tokenizer.vocab_size:,} tokens in {out}, {clock(time.monotonic() - start)}"
@@ -141,16 +128,14 @@ ENTRIES = {
     FINEWEB_EDU: Entry(
         _fineweb_edu,
         "download training shards of FineWeb-Edu, and its validation shard",
-        [
-            Option("shards", int, 8, "Number of training shards. Each has about 50 million tokens (100 MB)."),
-        ],
+        [Option("shards", int, 8, "Number of training shards. Each contains about 50 million tokens (100 MB).")],
     ),
     HUB: Entry(
         _hub,
         "download a data set from the Hugging Face hub",
         [
             Option("dataset", str, None, "Name of the data set, as OWNER/NAME.", positional=True, required=True),
-            Option("files", str, "*", "Pattern of the text files to download, such as 'data/train-*'."),
+            Option("files", str, "*", "Pattern that matches the text files to download, such as 'data/train-*'."),
         ],
     ),
     CORE: Entry(_core, "download the questions of CORE, for et evaluate", []),

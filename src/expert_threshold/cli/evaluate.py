@@ -1,4 +1,4 @@
-"""`et evaluate`: measures trained models and shows them side by side."""
+"""`et evaluate`: evaluates trained models and shows them side by side."""
 
 from __future__ import annotations
 
@@ -19,17 +19,7 @@ from ..data import Corpus, DataConfig, Tokenizer, open_held_out, open_source, pa
 from ..data.domains import CODE
 from ..data.public import core_bundle
 from ..data.sources import absolute
-from ..evaluation import (
-    Baselines,
-    ModelScorer,
-    Results,
-    Task,
-    Validation,
-    ask_core,
-    evaluate,
-    measure_rates,
-    read_bundle,
-)
+from ..evaluation import Baselines, ModelScorer, Results, Task, ask_core, evaluate, measure_rates, read_bundle
 from ..evaluation.core import choose_rows
 from ..evaluation.results import RESULTS
 from ..files import corrupted_file_error, replace_json
@@ -46,17 +36,14 @@ from .side_by_side import VALIDATION, table
 if TYPE_CHECKING:
     from ..integrations.lm_eval import Harness
 
+DATA = (
+    "Additional text to measure the loss on: any text that et train accepts, the code of the embedded corpus, GSM8K or "
+    "HumanEval. May be repeated."
+)
 OPTIONS = [
     Option("run", str, None, "The folders of the runs to evaluate.", positional=True, required=True, many=True),
     Option("validation", bool, True, "Measure the loss on the run's own validation text."),
-    Option(
-        "data",
-        str,
-        None,
-        "Additional text to measure the loss on: any text that et train accepts, the code of the embedded corpus, "
-        "GSM8K or HumanEval. May be repeated.",
-        many=True,
-    ),
+    Option("data", str, None, DATA, many=True),
     Option("text_field", str, "text", "Name of the field (.jsonl) or column (.parquet) of --data with the text."),
     Option("eval_tokens", Count | None, None, "Maximum number of tokens of each text to measure on. Defaults to all."),
     Option("bundle", str | None, "CACHE/core", "Folder with the tasks of CORE, if it exists. Use none to skip CORE."),
@@ -75,7 +62,7 @@ DEFAULTS = {option.name: option.default for option in OPTIONS}
 DESCRIPTION = (
     "Evaluate trained models by their loss and bits per byte on validation text and other texts, by the tasks of CORE "
     "(from et data core or --bundle), and by tasks of lm-evaluation-harness.\n\nResults are saved to evaluation.json "
-    "in the run's folder after each task. Only tasks of lm-evaluation-harness are measured again if they were saved."
+    "in the run's folder after each task and are not measured again, except for tasks of lm-evaluation-harness."
 )
 NO_VALIDATION = "use --no-validation, with --data"
 HINT = "CORE was not evaluated: download its questions with et data core, or pass their folder with --bundle"
@@ -107,7 +94,7 @@ def run(arguments: Sequence[str]) -> None:
                 evaluated.measure_on(source, corpus, options["eval_tokens"])
             asked: dict[str, Any] = {}  # replaces saved sections, which may hold further results
             if tasks:
-                how = {name: options[name] for name in ("max_per_task", "baselines")} | {"labels": labels}
+                how = {"labels": labels, "max_per_task": options["max_per_task"], "baselines": options["baselines"]}
                 scorer = ModelScorer(model, tokenizer)
                 asked["core"] = ask_core(known, tasks, scorer, display.task, say=display.say, **how)
             if harness is not None:
@@ -125,7 +112,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _models(options: Mapping[str, Any]) -> Iterator[tuple[str, tuple[RunFolder, int, GPT, Tokenizer]]]:
-    """Yield the path of each run, with its folder, the step of its checkpoint, its model and its tokenizer."""
+    """Yield the path of each run with its folder, the step of its checkpoint, its model and its tokenizer."""
     folders = {path: RunFolder.open(path) for path in options["run"]}
     steps = {path: folder.load_checkpoint(options["step"], parts=()).step for path, folder in folders.items()}
     device, dtype = picked_device(options)
@@ -135,7 +122,7 @@ def _models(options: Mapping[str, Any]) -> Iterator[tuple[str, tuple[RunFolder, 
 
 
 def _dial(options: Mapping[str, Any]) -> None:
-    """Measure the validation loss of each run at each rate, write the numbers and the figure, and print a table."""
+    """Measure each run's validation loss at each rate, write the numbers and the figure, and print a table."""
     asked = rates.read_rates(options["rates"])
     for path in options["run"]:
         rates.require_cutoffs(RunFolder.open(path), "at_rate", f"--rates {options['rates']}: ")
@@ -177,18 +164,15 @@ NOT_AT_RATES = ("rate", "data", "bundle", "harness", "tasks", "baselines", "max_
 
 
 def _check(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that leave nothing to do, or that have no effect."""
+    """Raise ValueError for options that leave nothing to do or have no effect."""
     if not any(options[name] for name in ("validation", "data", "bundle", "harness")):
         raise ValueError("--no-validation leaves nothing to do; add --data, --bundle or --harness")
-    changed = [name for name in options if options[name] != defaults[name]]
-    for name in changed if options["rates"] is not None else ():
-        if name in NOT_AT_RATES:
+    for name in [name for name in options if options[name] != defaults[name]]:
+        if options["rates"] is not None and name in NOT_AT_RATES:
             only = f"--rates {options['rates']} measures only the validation loss"
             raise ValueError(f"{only}; leave {flag_of(name)} out")
-    for name in changed:
-        needed = NEEDS.get(name, [])
-        if needed and not any(options[other] for other in needed):
-            without = " or ".join(map(flag_of, needed))
+        if name in NEEDS and not any(options[other] for other in NEEDS[name]):
+            without = " or ".join(map(flag_of, NEEDS[name]))
             raise ValueError(f"{flag_of(name)} {options[name]} has no effect without {without}; add one")
 
 
@@ -200,7 +184,7 @@ def _tasks(options: Mapping[str, Any]) -> tuple[list[Task], list[str]]:
     known = {task.label: task for task in tasks}
     asked: Collection[str] = known if options["tasks"] == "all" else parse_names("--tasks", options["tasks"], known)
     for label in asked:
-        choose_rows(known[label], options["max_per_task"])  # to reject too few questions now, not after an hour
+        choose_rows(known[label], options["max_per_task"])  # rejects too few questions now rather than after an hour
     return tasks, [label for label in known if label in asked]
 
 
@@ -227,23 +211,22 @@ class Run(NamedTuple):
 
     def validate(self, eval_tokens: int | None) -> None:
         """Measure the loss on the run's own validation text. Raises ValueError if it is missing or has changed."""
-        known = self.results.read().get("validation", {})
+        known = self.results.read().get("validation")
         if not _is_of(known, _validated_on(self.folder, NO_VALIDATION), eval_tokens):
-            self.results.write(
-                "validation", self.losses("validation", validation_text(self.folder, NO_VALIDATION), eval_tokens)
-            )
+            corpus = validation_text(self.folder, NO_VALIDATION)
+            self.results.write("validation", self.losses("validation", corpus, eval_tokens))
 
     def measure_on(self, source: str, corpus: Corpus, eval_tokens: int | None) -> None:
         """Measure the loss on the held-out part of a source."""
         saved = self.results.read().get("data")
         known = saved if isinstance(saved, dict) else {}
         place = _place(source)
-        if not _is_of(known.get(place, {}), corpus.hash, eval_tokens):
+        if not _is_of(known.get(place), corpus.hash, eval_tokens):
             self.results.write("data", known | {place: self.losses(source, corpus, eval_tokens)})
 
     def losses(self, what: str, corpus: Corpus, eval_tokens: int | None) -> dict[str, Any]:
-        """Return the loss and bits per byte on the corpus's validation split. They are measured with causal routing,
-        and also with training pools if the rule looks ahead in training and the text fills a training batch."""
+        """Return the loss and bits per byte on the corpus's validation split, with causal routing and, if the rule
+        looks ahead in training and the text fills a training batch, with training pools too."""
         rule = self.model.config.rule
         looks_ahead = rule is not None and rule.looks_ahead and self.results.rate is None
         pooled_at = training_batch(self.folder) if looks_ahead else None
@@ -252,21 +235,18 @@ class Run(NamedTuple):
         batch = (pooled_at or 1) * self.model.config.context
         # Evaluation uses whole batches, and the last target needs one more token.
         enough = None if eval_tokens is None else eval_tokens + batch
-        progress = self.display.task(f"{what}, tokenizing")
-        tokens = pack(corpus, self.tokenizer, "validation", progress, max_tokens=enough)
-
-        def measure(what: str, max_tokens: int | None, **options: Any) -> Validation:
-            progress = self.display.task(what)
-            return evaluate(self.model, tokens, self.tokenizer, max_tokens=max_tokens, progress=progress, **options)
-
-        causal = measure(what, eval_tokens)
+        task = self.display.task
+        tokens = pack(corpus, self.tokenizer, "validation", task(f"{what}, tokenizing"), max_tokens=enough)
+        measure = partial(evaluate, self.model, tokens, self.tokenizer)
+        causal = measure(max_tokens=eval_tokens, progress=task(what))
         self.display.say(f"{what}: loss {causal.loss:.4f}, {causal.bits_per_byte:.4f} bits per byte")
         result: dict[str, Any] = {"corpus": corpus.hash, "eval_tokens": eval_tokens, "bytes": causal.bytes}
         result |= causal.losses()
         if pooled_at is not None and len(tokens) > batch:
-            pooled = measure(f"{what} by training pools", eval_tokens, batch_size=pooled_at, training_pools=True)
+            how: Any = {"batch_size": pooled_at, "training_pools": True, "progress": task(f"{what} by training pools")}
+            pooled = measure(max_tokens=eval_tokens, **how)
             if causal.tokens != pooled.tokens:
-                causal = measure(f"{what} on the same tokens", pooled.tokens)
+                causal = measure(max_tokens=pooled.tokens, progress=task(f"{what} on the same tokens"))
             same = {f"causal_{name}": number for name, number in causal.losses().items() if name != "tokens"}
             result["training_pools"] = {"batch_size": pooled_at} | pooled.losses() | same
         elif pooled_at is not None:
@@ -276,7 +256,7 @@ class Run(NamedTuple):
     def ask_harness(self, harness: Harness, max_per_task: int | None) -> dict[str, Any]:
         """Return the results, keyed by task and metric, and save them along with the results of other tasks.
 
-        Every task is always evaluated: the origin of its questions is unknown, so saved results cannot be trusted.
+        Every task is evaluated each time, since the origin of its questions is unknown.
         """
         asked: dict[str, Any] = {}
         for name, found in harness.ask(self.model, self.tokenizer, self.display.task, max_per_task):
@@ -288,20 +268,19 @@ class Run(NamedTuple):
 
 
 def training_batch(folder: RunFolder) -> int | None:
-    """Return the number of sequences in a training micro-batch, or None for an imported model without this record."""
+    """Return the number of sequences in a training micro-batch, or None if an imported model does not record it."""
     return int(folder.section("train")["batch_size"]) if "train" in folder.config else None
 
 
 def _validated_on(folder: RunFolder, remedy: str) -> str:
-    """Return the hash of the run's corpus. Raises ValueError, with this remedy, if it is unknown."""
+    """Return the hash of the run's corpus. Raises ValueError with the remedy if it is unknown."""
     if not {"corpus", "data"} <= folder.config.keys():
         raise ValueError(f"{folder.path}: the validation text is not recorded; {remedy}")
-    found: str = folder.section("corpus")["hash"]
-    return found
+    return str(folder.section("corpus")["hash"])
 
 
 def validation_text(folder: RunFolder, remedy: str) -> Corpus:
-    """Return the corpus of the run. Raises ValueError, with this remedy, if it is missing or has changed."""
+    """Return the corpus of the run. Raises ValueError with the remedy if it is missing or has changed."""
     before = _validated_on(folder, remedy)
     config = DataConfig(**folder.section("data"))
     try:
@@ -314,14 +293,13 @@ def validation_text(folder: RunFolder, remedy: str) -> Corpus:
 
 
 def _is_of(known: Any, corpus: str, eval_tokens: int | None) -> bool:
-    """Return True if a section of evaluation.json is intact and was measured with these settings."""
-    if not isinstance(known, Mapping):
-        return False
-    return known.get("corpus") == corpus and known.get("eval_tokens", ...) == eval_tokens
+    """Return whether a section of evaluation.json is intact and was measured with these settings."""
+    settings = {"corpus": corpus, "eval_tokens": eval_tokens}
+    return isinstance(known, Mapping) and settings.items() <= known.items()
 
 
 def _short_names(places: Sequence[str]) -> dict[str, str]:
-    """Return the places, keyed by the shortest unique ending of their paths other than the name VALIDATION."""
+    """Return the places, keyed by the shortest unique ending of their paths, which is never VALIDATION."""
 
     def ends(place: str) -> list[str]:
         parts = Path(place).parts
@@ -332,5 +310,5 @@ def _short_names(places: Sequence[str]) -> dict[str, str]:
 
 
 def _place(source: str) -> str:
-    """Return the key of a source's results, which does not depend on the working directory."""
+    """Return the key of a source's results, independent of the working directory."""
     return source if source == CODE else absolute(source)

@@ -15,8 +15,8 @@ OPTIONS = [
     STEP,
 ]
 DESCRIPTION = (
-    "Write a trained model to a folder for Hugging Face transformers. The folder contains the weights, configuration, "
-    "tokenizer, model card and code of the model, so it can be loaded without this package."
+    "Write a trained model to a folder for Hugging Face transformers. The folder contains the model's weights, "
+    "configuration, tokenizer, code and card, so that it can be loaded without this package."
 )
 
 

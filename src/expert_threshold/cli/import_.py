@@ -1,4 +1,4 @@
-"""`et import`: makes a run folder from a model that `et export` wrote, fine-tuned or not."""
+"""`et import`: creates a run folder from a model that `et export` wrote, fine-tuned or not."""
 
 from __future__ import annotations
 

@@ -16,19 +16,8 @@ from ..data.loader import shuffled
 from ..data.sources import absolute
 from ..evaluation.by_document import Comparison, Sums, compare
 from ..files import read_json, replace_file, replace_json, require_free
-from ..integrations.retrofit import (
-    Calibrator,
-    Checkpoint,
-    Cutoffs,
-    Sample,
-    at_top,
-    distill,
-    document_sums,
-    open_checkpoint,
-    routers,
-    sample,
-    threshold_rule,
-)
+from ..integrations import retrofit
+from ..integrations.retrofit import Calibrator, Checkpoint, Cutoffs, Sample, routers
 from ..option import Count, NonNegativeInt, Positive
 from ..routing import ExpertThreshold
 from ..train.device import keep_freed_memory
@@ -54,9 +43,9 @@ OPTIONS = [
     *COMPUTE,
 ]
 DESCRIPTION = (
-    "Convert a mixture from top-k routing to Expert Threshold routing. The cutoffs are calibrated on a text, which may "
-    "be followed by self-distillation. The loss is compared with the loss of static top k' for every k' up to twice "
-    "the checkpoint's k.\n\nUnfinished work is kept in TO.partial. To continue it, repeat the same command."
+    "Convert a mixture from top-k to Expert Threshold routing. The cutoffs are calibrated on a text, and optional "
+    "self-distillation follows. The loss is compared with the loss of static top k' for every k' up to twice the "
+    "checkpoint's k.\n\nUnfinished work is kept in TO.partial. To continue it, repeat the command."
 )
 ASKED = "options.json"
 
@@ -67,9 +56,9 @@ def run(arguments: Sequence[str]) -> None:
     to = Path(options["to"])
     require_free(to)
     keep_freed_memory()
-    source = open_checkpoint(options["model"], options["step"], *picked_device(options))
+    source = retrofit.open_checkpoint(options["model"], options["step"], *picked_device(options))
     fanout = source.rule.experts_per_token if options["experts_per_token"] is None else options["experts_per_token"]
-    rule = threshold_rule(source.rule, float(fanout))
+    rule = retrofit.threshold_rule(source.rule, float(fanout))
     corpus = open_source(options["data"], options["text_field"])
     asked = options | {"model": absolute(options["model"]), "data": absolute(options["data"])}
     asked |= {"step": source.step, "text": corpus.hash}
@@ -123,7 +112,7 @@ def _documents(source: Checkpoint, corpus: Corpus, options: Mapping[str, Any]) -
 
 
 class Job(NamedTuple):
-    """A conversion and its measurements. Each measurement is saved in the folder `work` as soon as it is made."""
+    """A conversion and its measurements, each of which is saved in the folder `work` as soon as it is made."""
 
     options: Mapping[str, Any]
     source: Checkpoint
@@ -134,7 +123,7 @@ class Job(NamedTuple):
     interrupt: Interrupt
 
     def do(self, rule: ExpertThreshold) -> tuple[Any, list[Sums], dict[str, Sums]]:
-        """Return the new model, the sums for each static k′, and the sums for variable fanout, keyed by name."""
+        """Return the new model, the sums for each static k′ and, keyed by name, the sums for variable fanout."""
         source = self.source
         model, first = source.with_rule(rule), self.sample("calibrating", source.model)
         fanouts = [share * rule.experts_per_token for share in (0.25, 0.5, 0.75, 1, 1.5)]
@@ -152,24 +141,16 @@ class Job(NamedTuple):
         static = [*self.at([0], "no experts", model).values()]
         most = source.rule.num_experts * source.rule.groups_per_token // source.rule.num_groups
         for k in range(1, min(2 * source.rule.experts_per_token, most) + 1):
-            with at_top(source.model, source.rule, k):
+            with retrofit.at_top(source.model, source.rule, k):
                 static.append(self.measure(f"top {k}", source.model))
         cutoffs = self.options["cutoffs"]
         calibrator = calibrated(cutoffs, first)
         for seed, stage in enumerate(("routers", "all"), start=1):
             if steps := self.options[f"distill_{stage}"]:
-                distill(
-                    source.model,
-                    model,
-                    self.batches(seed),
-                    steps,
-                    self.options["lr"],
-                    self.work / stage,
-                    routers_only=stage == "routers",
-                    calibrator=calibrator,
-                    progress=self.display.task(f"distilling {stage}"),
-                    stop=lambda: self.interrupt.requested,
-                )
+                how: Any = {"routers_only": stage == "routers", "calibrator": calibrator}
+                how |= {"progress": self.display.task(f"distilling {stage}"), "stop": lambda: self.interrupt.requested}
+                training = self.batches(seed), steps, self.options["lr"], self.work / stage
+                retrofit.distill(source.model, model, *training, **how)
                 calibrator = calibrated(cutoffs, self.sample("calibrating again", model))
                 variable |= self.at(fanouts, f"{cutoffs}, distilled {stage}", model)
         return model, static, variable
@@ -180,7 +161,7 @@ class Job(NamedTuple):
     def sample(self, what: str, model: Any) -> Sample:
         count = -(-self.options["tokens"] // (self.options["batch_size"] * self.source.context))
         shown = self.display.task(what)
-        return sample(model, islice(self.batches(0), count), lambda done: self.go_on(shown, done, count))
+        return retrofit.sample(model, islice(self.batches(0), count), lambda done: self.go_on(shown, done, count))
 
     def at(self, fanouts: Sequence[float], what: str, model: Any) -> dict[str, Sums]:
         """Return a model's sums at each mean fanout, keyed by name."""
@@ -195,19 +176,19 @@ class Job(NamedTuple):
         return found
 
     def measure(self, name: str, model: Any) -> Sums:
-        """Return a model's sums for each document. Documents whose sums are saved are not measured again."""
+        """Return a model's sums for each document. Saved sums are not measured again."""
         path, shown = self.work / f"{name.replace(' ', '-')}.json", self.display.task(name)
         sums: list[tuple[float, float]] = read_json(path)["sums"] if path.exists() else []
         try:
             for ids in self.documents[len(sums) :]:
-                sums.append(document_sums(self.source, model, ids))
+                sums.append(retrofit.document_sums(self.source, model, ids))
                 self.go_on(shown, len(sums), len(self.documents))
         finally:
             replace_json(path, {"sums": sums})
         return np.array(sums)
 
     def go_on(self, shown: Any, done: int, total: int) -> None:
-        """Show progress. Raises KeyboardInterrupt if a signal has arrived."""
+        """Show progress. Raises KeyboardInterrupt after a signal."""
         shown(done, total)
         if self.interrupt.requested:
             raise KeyboardInterrupt
@@ -229,7 +210,7 @@ def _markdown(report: Mapping[str, Any], compared: Mapping[str, Comparison]) -> 
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, found in compared.items():
-        beside = " |  |  | "
+        beside = " |  | "
         if found.interval is not None:
             low, high = found.interval
             beside = f"{found.static_loss:.4f} | {found.difference:+.4f} | {low:+.4f} to {high:+.4f}"

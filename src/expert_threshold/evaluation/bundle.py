@@ -19,16 +19,12 @@ Baselines = Literal["nanochat", "dclm"]
 
 TaskRow = dict[str, Any]
 
-# Chance accuracy in percent, for the tasks for which DCLM's newer table differs from the bundle's table.
+# Chance accuracy in percent, for the tasks where DCLM's newer table differs from the bundle's.
 DCLM_BASELINES = {"commonsense_qa": 40.3, "bigbench_language_identification": 25.0, "agi_eval_lsat_ar": 25.0}
 
-# The fields that each kind of row must have, and the names of the fields that are lists.
-FIELDS: dict[TaskKind, tuple[str, ...]] = {
-    "multiple_choice": ("query", "choices", "gold"),
-    "schema": ("context_options", "continuation", "gold"),
-    "language_modeling": ("context", "continuation"),
-}
-LISTS = ("choices", "context_options")
+# The text fields of each kind of row, and its list of options, of which the field `gold` is the index of the right one.
+TEXTS = {"multiple_choice": ("query",), "schema": ("continuation",), "language_modeling": ("context", "continuation")}
+OPTIONS = {"multiple_choice": "choices", "schema": "context_options"}
 REMEDY = "download the bundle again"
 DELIMITER = " "
 """Separates a question from its answer unless core.yaml says otherwise."""
@@ -36,7 +32,7 @@ DELIMITER = " "
 
 class Task(NamedTuple):
     """One CORE task. shots: number of solved examples in a prompt. delimiter: text between a question and its answer.
-    baseline: chance accuracy, for centring. rows: the questions in the file's order. hash: the file's sha256, in hex.
+    baseline: chance accuracy, for centring. rows: the questions in file order. hash: the file's sha256, in hex.
     """
 
     label: str
@@ -57,11 +53,10 @@ def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Tas
                 f"{path} is not an eval bundle: {needed.name} is missing; use another folder, or run et data core"
             )
     with _damage_reported(index):
-        entries: dict[str, TaskRow] = {
-            entry["label"]: entry for entry in yaml.safe_load(index.read_bytes())["icl_tasks"]
-        }
-        for entry in entries.values():
+        listed: list[TaskRow] = yaml.safe_load(index.read_bytes())["icl_tasks"]
+        for entry in listed:
             _require_task(entry)
+        entries = {entry["label"]: entry for entry in listed}
     with _damage_reported(table):
         with table.open(encoding="utf-8", newline="") as file:
             chance = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
@@ -74,7 +69,7 @@ def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Tas
 
 @contextmanager
 def _damage_reported(path: Path) -> Iterator[None]:
-    """Convert errors about missing or malformed content of a file to a ValueError that names the file."""
+    """Convert errors about a file's missing or malformed content to a ValueError that names the file."""
     with corrupted_file_error(path, REMEDY):
         try:
             yield
@@ -86,7 +81,7 @@ def _require_task(entry: TaskRow) -> None:
     """Raise ValueError if a field of this entry of core.yaml is missing or invalid."""
     (shots,) = entry["num_fewshot"]
     texts = (entry["label"], entry["dataset_uri"], entry.get("continuation_delimiter", DELIMITER))
-    known = entry["icl_task_type"] in FIELDS and type(shots) is int and shots >= 0
+    known = entry["icl_task_type"] in TEXTS and type(shots) is int and shots >= 0
     if not known or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"a field of {entry['label']} has an invalid value")
     uri = Path(entry["dataset_uri"])
@@ -116,14 +111,12 @@ def _task(path: Path, entry: TaskRow, baseline: float) -> Task:
 
 
 def _is_whole(kind: TaskKind, row: Any) -> bool:
-    if not isinstance(row, dict) or not all(field in row for field in FIELDS[kind]):
+    if not isinstance(row, dict):
         return False
-    for field in FIELDS[kind]:
-        texts = row[field] if field in LISTS else [row[field]]
-        if field == "gold":
-            continue
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+    texts = [row.get(field) for field in TEXTS[kind]]
+    if kind in OPTIONS:
+        options, gold = row.get(OPTIONS[kind]), row.get("gold")
+        if not isinstance(options, list) or type(gold) is not int or not 0 <= gold < len(options):
             return False
-        if field in LISTS and not (type(row["gold"]) is int and 0 <= row["gold"] < len(texts)):
-            return False
-    return isinstance(row.get("category"), str | None)
+        texts += options
+    return all(isinstance(text, str) for text in texts) and isinstance(row.get("category"), str | None)

@@ -1,9 +1,9 @@
-"""Compares a model of variable fanout with static top-k′ routing of the same mean fanout, document by document."""
+"""Compares a model with variable fanout to static top-k′ routing at the same mean fanout, document by document."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,11 @@ Sums = npt.NDArray[np.float64]
 
 
 class Comparison(NamedTuple):
-    """A model's loss, compared with the loss of static top-k′ routing at the same mean fanout.
+    """A model's loss compared with the loss of static top-k′ routing at the same mean fanout.
 
     static_loss: interpolated linearly between the two k′ around the fanout. difference: loss minus static_loss, in nats
-    per token. interval: 95 %, from a bootstrap over documents. lower: the model with the lower loss, or "open" if the
-    interval contains 0 or there are too few documents. These four are None if the fanout exceeds the largest k′.
+    per token. interval: the 95 % interval of a bootstrap over documents. lower: the model with the lower loss, or
+    "open" if the interval contains 0 or there are too few documents. All four are None if the fanout exceeds every k′.
     """
 
     fanout: float
@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
 
 
 def compare(static: Sequence[Sums], found: Sums, targets: Sequence[int], seed: int = 0) -> Comparison:
-    """Compare a model with static top k′. static: its sums for k′ = 0, 1, …; targets: their number by document."""
+    """Compare a model with static top k′. static: sums for k′ = 0, 1, …; targets: number of targets per document."""
     draws = np.random.default_rng(seed).multinomial(len(targets), [1 / len(targets)] * len(targets), RESAMPLES)
     weights = np.vstack([np.ones(len(targets)), draws])  # the sample, then its resamples, shared by all models
     weights /= (weights @ np.array(targets))[:, None]
@@ -44,11 +44,6 @@ def compare(static: Sequence[Sums], found: Sums, targets: Sequence[int], seed: i
     at, share = np.arange(len(fanout)), fanout - below
     beside = (1 - share) * curve[below, at] + share * curve[below + 1, at]
     low, high = np.quantile((loss - beside)[1:], [0.025, 0.975]).tolist()
-    return Comparison(
-        float(fanout[0]),
-        float(loss[0]),
-        float(beside[0]),
-        float(loss[0] - beside[0]),
-        (low, high),
-        "open" if len(targets) < FEW or low <= 0 <= high else "static" if low > 0 else "variable",
-    )
+    lower: Any = "open" if len(targets) < FEW or low <= 0 <= high else "static" if low > 0 else "variable"
+    ours, own_loss, static_loss, gap = (float(number[0]) for number in (fanout, loss, beside, loss - beside))
+    return Comparison(ours, own_loss, static_loss, gap, (low, high), lower)

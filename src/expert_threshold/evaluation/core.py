@@ -1,11 +1,11 @@
-"""Evaluates CORE, which consists of 22 tasks of DCLM (arXiv 2406.11794), in the same way as nanochat."""
+"""Evaluates CORE, the 22 tasks of DCLM (arXiv 2406.11794), in the same way as nanochat."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ QUESTIONS_AT_ONCE = 64
 
 
 class Question(NamedTuple):
-    """The prompts of a question: one per answer or, in language modelling, one without the answer and one with it."""
+    """A question's prompts: one per answer or, in language modelling, one without the answer and one with it."""
 
     kind: TaskKind
     prompts: tuple[str, ...]
@@ -27,7 +27,7 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to a question is the prompt with the lowest penalty. In language modelling, there is only one penalty,
+    """The answer to a question: the prompt with the lowest penalty. In language modelling, there is a single penalty,
     which is 0 if the answer is right.
 
     cropped: number of sequences longer than the context. cut: how many of them lost tokens of the continuation.
@@ -39,12 +39,12 @@ class Answer(NamedTuple):
 
 
 Scorer = Callable[[Sequence[Question]], list[Answer]]
-"""A function that returns the answers to several questions of one task."""
+"""Answers several questions of one task."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The accuracy on `rows` questions, overall and, if the rows have categories, for each of them."""
+    """The accuracy on `rows` questions, overall and for each of their categories, if they have any."""
 
     rows: int
     accuracy: float
@@ -61,10 +61,10 @@ def evaluate_task(
     max_rows: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TaskResult:
-    """Evaluate a model on a task, with all of its questions or only `max_rows` of them.
+    """Evaluate a model on all questions of a task, or on only `max_rows` of them.
 
     progress: called with the number of questions answered and the total. Raises ValueError if there are too few rows to
-    draw the solved examples from.
+    draw solved examples from.
     """
     rows = choose_rows(task, max_rows)
     right: dict[str | None, list[bool]] = defaultdict(list)
@@ -90,7 +90,7 @@ def centred(accuracy: float, baseline: float) -> float:
 
 
 def choose_rows(task: Task, max_rows: int | None) -> list[TaskRow]:
-    """Return the task's rows in nanochat's random order, or only the first `max_rows` of them."""
+    """Return the task's rows in nanochat's random order, at most `max_rows` of them."""
     rows = list(task.rows)
     random.Random(1337).shuffle(rows)
     rows = rows[:max_rows]
@@ -107,26 +107,22 @@ def ask(task: Task, rows: Sequence[TaskRow], index: int) -> Question:
     row = rows[index]
     # Drawing indices into the other rows is equivalent to drawing from a list of those rows.
     drawn = random.Random(1234 + index).sample(range(len(rows) - 1), task.shots)
-    shots = [_solved(task, rows[other + (other >= index)]) + "\n\n" for other in drawn]
-    prompts = ["".join([*shots, prompt]) for prompt in _prompts(task, row)]
+    solved = [rows[other + (other >= index)] for other in drawn]
+    right = [-1 if task.kind == "language_modeling" else row["gold"] for row in solved]
+    shots = "".join(f"{_prompts(task, row)[i]}\n\n" for row, i in zip(solved, right, strict=True))
+    prompts = [shots + prompt for prompt in _prompts(task, row)]
     if task.kind == "language_modeling":
         prompts[0] = prompts[0].strip()
     return Question(task.kind, tuple(prompts), row.get("gold", 0), row.get("category"))
 
 
-def _prompts(task: Task, row: TaskRow) -> Iterator[str]:
+def _prompts(task: Task, row: TaskRow) -> list[str]:
     if task.kind == "multiple_choice":
-        yield from (row["query"] + task.delimiter + choice for choice in row["choices"])
-    elif task.kind == "schema":
-        yield from (context + task.delimiter + row["continuation"] for context in row["context_options"])
-    else:
-        yield row["context"].strip() + task.delimiter
-        yield row["context"].strip() + task.delimiter + row["continuation"]
-
-
-def _solved(task: Task, row: TaskRow) -> str:
-    *_, with_answer = _prompts(task, row)
-    return with_answer if task.kind == "language_modeling" else list(_prompts(task, row))[row["gold"]]
+        return [row["query"] + task.delimiter + choice for choice in row["choices"]]
+    if task.kind == "schema":
+        return [context + task.delimiter + row["continuation"] for context in row["context_options"]]
+    given = row["context"].strip() + task.delimiter
+    return [given, given + row["continuation"]]
 
 
 def is_right(question: Question, answer: Answer) -> bool:
@@ -139,8 +135,8 @@ def is_right(question: Question, answer: Answer) -> bool:
 def continuations(kind: TaskKind, sequences: Sequence[list[int]]) -> list[Continuation]:
     """Return the continuations in a question's sequences. Only their tokens are scored.
 
-    In multiple choice, a continuation is what follows the common prefix; in schema, it is the common suffix. Language
-    modelling has a sequence without the answer and one with it, and scores what follows their common prefix.
+    In multiple choice, a continuation is what follows the common prefix; in schema, it is the common suffix. In
+    language modelling, it is what the sequence with the answer adds to the one without.
     """
     if kind == "schema":
         shared = common_prefix([tokens[::-1] for tokens in sequences])
@@ -152,7 +148,7 @@ def continuations(kind: TaskKind, sequences: Sequence[list[int]]) -> list[Contin
 @dataclass(frozen=True)
 class ModelScorer:
     """Answers questions. The penalty is the model's mean loss on a continuation, in nats per token, or, in language
-    modelling, the number of tokens that greedy decoding gets wrong. Routing is causal; the model's mode is unchanged.
+    modelling, the number of tokens that greedy decoding gets wrong. Routing is causal, and the model's mode is kept.
     """
 
     model: GPT

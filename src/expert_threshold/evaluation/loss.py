@@ -1,10 +1,11 @@
-"""Measures cross-entropy and bits per byte on held-out tokens, at one or several numbers of experts per token."""
+"""Measures cross-entropy and bits per byte on held-out tokens, at one or more numbers of experts per token."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -17,10 +18,10 @@ from ..model import GPT, Observation, flops_per_token, parameter_counts
 class Validation(NamedTuple):
     """The losses of a model on held-out tokens.
 
-    loss: nats per token, averaged over all `tokens` targets, including the ones that start a document. bits_per_byte:
-    bits per byte of the targets' text, which has `bytes` bytes. As in nanochat, a target without text, such as bos,
-    adds neither bits nor bytes, which makes models with different tokenizers comparable. observations: one per MoE
-    layer, summed over batches.
+    loss: nats per token, averaged over all `tokens` targets, including those that start a document. bits_per_byte: bits
+    per byte of the targets' text, which has `bytes` bytes. As in nanochat, a target without text, such as bos, adds
+    neither bits nor bytes, so that models with different tokenizers are comparable. observations: one per MoE layer,
+    summed over batches.
     """
 
     loss: float
@@ -30,7 +31,7 @@ class Validation(NamedTuple):
     observations: tuple[Observation, ...]
 
     def losses(self) -> dict[str, float | None]:
-        """Return tokens, loss and bits per byte, with None in place of NaN, which JSON does not have."""
+        """Return tokens, loss and bits per byte, with None in place of NaN, which JSON lacks."""
         numbers = {"tokens": self.tokens, "loss": self.loss, "bits_per_byte": self.bits_per_byte}
         return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
@@ -49,16 +50,15 @@ def evaluate(
 ) -> Validation:
     """Return the losses on `tokens`, split into windows of the model's context in document order.
 
-    Routing is causal, and the result does not depend on batch_size (in sequences) or the number of ranks, except for
-    rounding. max_tokens: number of targets to score, rounded up to whole windows; None scores all. group: ranks with
-    the same model and tokens, which share the work and return the same result. progress: called with the number of
-    tokens done and the total.
+    Routing is causal, and except for rounding the result does not depend on batch_size (in sequences) or the number of
+    ranks. max_tokens: number of targets to score, rounded up to whole windows; None scores all. group: ranks with the
+    same model and tokens, which share the work and return the same result. progress: called with the number of tokens
+    done and the total.
 
     training_pools=True routes as in training, so that a token of an expert-choice model competes with later tokens and
-    with its batch. Only batches that are complete on every rank are scored, and the loss depends on their size. It
-    differs from the causal loss by the gap between training and evaluation.
+    with its batch. Only batches that are complete on every rank are scored, and the loss depends on their size.
 
-    The model's mode is unchanged. Raises ValueError if an option is out of range or there are too few tokens.
+    The model's mode is kept. Raises ValueError if an option is out of range or there are too few tokens.
     """
     if batch_size < 1 or (max_tokens is not None and max_tokens < 1):
         raise ValueError(f"batch_size={batch_size} and max_tokens={max_tokens} must be at least 1")
@@ -77,7 +77,7 @@ def evaluate(
     device = model.embed.weight.device
     token_bytes = torch.from_numpy(tokenizer.token_bytes())
     sums = torch.zeros(3, dtype=torch.float64)  # nats, nats of text, bytes of text
-    observations: tuple[Observation, ...] | None = None
+    observations: tuple[Observation, ...] = ()
     batches = _batches(islice(windows(tokens, context), math.ceil(total / context)), batch_size)
     done = 0
     was_training = model.training
@@ -90,17 +90,12 @@ def evaluate(
             losses = output.token_losses.cpu().double()
             sizes = token_bytes[batch.targets]
             sums += torch.stack([losses.sum(), losses[sizes > 0].sum(), sizes.sum().double()])
-            observations = (
-                output.observations
-                if observations is None
-                else tuple(a + b for a, b in zip(observations, output.observations, strict=True))
-            )
+            observations = tuple(map(add, observations, output.observations)) if observations else output.observations
             done += sum(share.targets.numel() for share in shares)
             if progress is not None:
                 progress(done, total)
     finally:
         model.train(was_training)
-    assert observations is not None
     assert done == total
     if group is not None:
         sums = sums.to(device)
@@ -112,7 +107,7 @@ def evaluate(
 
 
 def _batches(rows: Iterator[Batch], batch_size: int) -> Iterator[Batch]:
-    """Yield stacked rows. The last window is yielded separately without its padding, which would be routed as well."""
+    """Yield stacked rows. The last window comes separately, without its padding, which would be routed as well."""
     while group := list(islice(rows, batch_size)):
         last = group[-1]
         length = int((last.targets != IGNORED).sum())
@@ -126,9 +121,9 @@ def _batches(rows: Iterator[Batch], batch_size: int) -> Iterator[Batch]:
 class Point(NamedTuple):
     """Measurements of a model at one rate.
 
-    rate: the target, or None for the trained cutoffs. fanout: the measured number of routed experts per token, averaged
-    over layers. fanouts: the same for each layer. loss: in nats per token. params_active and flops_per_token: for this
-    fanout, the latter in a forward pass.
+    rate: the target fanout, or None for the trained cutoffs. fanout: the measured number of routed experts per token,
+    averaged over layers. fanouts: the same for each layer. loss: in nats per token. params_active and flops_per_token:
+    at this fanout, the latter for a forward pass.
     """
 
     rate: float | None
@@ -150,15 +145,14 @@ def measure_rates(
     max_tokens: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Point]:
-    """Measure the causal loss on the same tokens at each rate. The model's own rate is restored afterwards.
+    """Measure the causal loss on the same tokens at each rate, and restore the model's own rate afterwards.
 
-    max_tokens and progress: as in `evaluate`, except that progress counts the tokens of all rates. Raises ValueError as
+    max_tokens and progress: as in `evaluate`, but progress counts the tokens of all rates. Raises ValueError as
     `GPT.check_rate` does, before anything is measured.
     """
     for rate in rates:
         model.check_rate(rate)
-    routers = [moe.router for _, moe in model.moe_layers()]
-    before = routers[0].rate
+    before = model.moe_layers()[0][1].router.rate
     points: list[Point] = []
 
     def count(done: int, total: int) -> None:
@@ -171,17 +165,9 @@ def measure_rates(
             found = evaluate(model, tokens, tokenizer, max_tokens=max_tokens, progress=count)
             fanouts = tuple(float(observation.fanout_mean) for observation in found.observations)
             fanout = sum(fanouts) / len(fanouts)
-            point = Point(
-                rate,
-                fanout,
-                fanouts,
-                found.loss,
-                found.bits_per_byte,
-                found.tokens,
-                parameter_counts(model.config, rate=fanout)["active"],
-                round(flops_per_token(model.config, rate=fanout) / 3),
-            )
-            points.append(point)
+            active = parameter_counts(model.config, rate=fanout)["active"]
+            flops = round(flops_per_token(model.config, rate=fanout) / 3)
+            points.append(Point(rate, fanout, fanouts, *found[:3], active, flops))
     finally:
         model.set_rate(before)
     return points

@@ -1,4 +1,4 @@
-"""Reads and writes the evaluation.json of a run folder, which stores results so that nothing is measured twice."""
+"""Reads and writes a run folder's evaluation.json, which stores results so that nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RESULTS = "evaluation.json"
 FORMAT, VERSION = "expert-threshold evaluation", 1
 
 Progress = Callable[[str], Callable[[int, int], None]]
-"""Called with the name of a measurement; returns a function that is called with the amount done and the total."""
+"""Takes the name of a measurement, and returns a function to call with the amount done and the total."""
 
 
 def read_results(run: Path, step: int | None) -> dict[str, Any]:
-    """Return the most recent results for this step in a run's evaluation.json, or an empty dict if there are none."""
+    """Return the most recent results for a step from a run's evaluation.json, or an empty dict if there are none."""
     return next((saved for saved in _read(run / RESULTS) if saved.get("step") == step), {})
 
 
@@ -37,7 +37,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 class Results:
-    """The results of one model, in sections. Results for other steps and dtypes are kept in the section "others".
+    """The results of one model, in sections. The section "others" keeps results for other steps and dtypes.
 
     rate: as in `GPT.set_rate`; each rate has a separate file.
     """
@@ -62,9 +62,8 @@ class Results:
         return dict(self._header)
 
     def write(self, section: str, value: Any) -> None:
-        others = [
-            saved for saved in _read(self.path) if "step" in saved and not self._is_same(saved, ("step", "dtype"))
-        ]
+        saved = [each for each in _read(self.path) if "step" in each]
+        others = [each for each in saved if not self._is_same(each, ("step", "dtype"))]
         replace_json(self.path, self.read() | {section: value} | ({"others": others} if others else {}))
 
     def _is_same(self, saved: Mapping[str, Any], names: Iterable[str]) -> bool:
@@ -94,8 +93,8 @@ def ask_core(
 ) -> dict[str, Any]:
     """Evaluate CORE with at most max_per_task questions per task. Results are saved after each task and reused later.
 
-    The section "answers" keeps all results. The section "core" keeps the most complete ones, first in the number of
-    tasks and then in the number of questions.
+    The section "answers" keeps all results, the section "core" only the most complete ones: those with CORE itself
+    rather than some tasks, then those with the most questions.
 
     tasks: all tasks of the bundle, whose mean is CORE. labels: the tasks to evaluate; None evaluates all. say: called
     with a line about each evaluated task. Raises ValueError as `evaluate_task` does.
@@ -127,12 +126,12 @@ def ask_core(
 
 
 def _asked(task: Task) -> dict[str, Any]:
-    """Return the facts that identify a task's questions and prompt format."""
+    """Return what identifies a task's questions and prompt format."""
     return {"hash": task.hash, "kind": task.kind, "shots": task.shots, "delimiter": task.delimiter}
 
 
 def _extent(core: Any) -> tuple[bool, int]:
-    """Return whether all tasks were evaluated, and the number of questions. Return (False, -1) if `core` is damaged."""
+    """Return whether all tasks were evaluated and the number of questions, or (False, -1) if `core` is damaged."""
     try:
         return core["metric"] is not None, sum(task["rows"] for task in core["tasks"].values())
     except (AttributeError, LookupError, TypeError):
@@ -147,6 +146,5 @@ def _find(answers: Sequence[dict[str, Any]], task: Task, max_per_task: int | Non
 
 def _is_whole(answer: Any) -> bool:
     names = {"hash", *(field.name for field in fields(TaskResult))}
-    if not (isinstance(answer, dict) and names <= answer.keys()):
-        return False
-    return type(answer["accuracy"]) is float and type(answer["rows"]) is int
+    whole = isinstance(answer, dict) and names <= answer.keys()
+    return whole and type(answer["accuracy"]) is float and type(answer["rows"]) is int
