@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expert_threshold.moe import Experts, ExpertThreshold, FeedForward, MoE, Router
+from expert_threshold.moe import Experts, FeedForward, MoE, Router
 from expert_threshold.moe.backends import BY_NAME, reference
+from expert_threshold.routing import ExpertThreshold
 
 BATCHED_MM_LIMIT = 2**28  # bytes of weights that `batched_mm` may copy, one matrix for every row
 SETTLING_STEPS = 20

@@ -23,11 +23,7 @@ SHAPES = [
 
 
 def moved(
-    dtype: torch.dtype,
-    shapes: list[tuple[int, ...]] = SHAPES,
-    start: float = 0.0,
-    lr: float = 0.02,
-    **options: Any,
+    dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES, start: float = 0.0, lr: float = 0.02, **options: Any
 ) -> list[Tensor]:
     """Return the parameters after three steps, and their state. start: the parameters' standard deviation before."""
     torch.manual_seed(0)

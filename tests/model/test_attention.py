@@ -11,14 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from created import created_by, fake_gpu
-from expert_threshold.model.attention import (
-    Attention,
-    attend,
-    norm,
-    rotary,
-    rotary_norm,
-    rotate,
-)
+from expert_threshold.model.attention import Attention, attend, norm, rotary, rotary_norm, rotate
 
 
 def test_a_rotation_turns_each_pair_by_position_times_its_frequency_and_keeps_lengths() -> None:

@@ -19,10 +19,7 @@ WAITS = torch.cuda.is_available() and waits("static")
 with_every_rule = pytest.mark.parametrize("rule", GPU_RULES.values(), ids=GPU_RULES.keys())
 without_the_host = pytest.mark.parametrize(
     "dispatch",
-    [
-        pytest.param("static", marks=pytest.mark.skipif(WAITS, reason="it waits for GPUs other than Hopper")),
-        "triton",
-    ],
+    [pytest.param("static", marks=pytest.mark.skipif(WAITS, reason="it waits for GPUs other than Hopper")), "triton"],
 )
 
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expert_threshold.moe import Experts, MoE, Rule
+from expert_threshold.moe import Experts, MoE
 from expert_threshold.moe.sharding import expert_parameters, shard_experts
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from ranks import Collectives, join, mine
 from routed_sum import assert_same
 

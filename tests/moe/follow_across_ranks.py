@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from expert_threshold.moe import Follower, MoE, Rule, follow
+from expert_threshold.moe import Follower, MoE, follow
 from expert_threshold.optim import Muon
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from ranks import join
 
 RULES: dict[str, tuple[Rule, float | None]] = {

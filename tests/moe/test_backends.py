@@ -185,8 +185,7 @@ def test_auto_takes_what_pays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "rows", "expected"),
-    [((8, 0), 1, False), ((9, 0), 1, True), ((10, 0), 1, False), ((9, 0), 0, False)],
+    ("capability", "rows", "expected"), [((8, 0), 1, False), ((9, 0), 1, True), ((10, 0), 1, False), ((9, 0), 0, False)]
 )
 def test_segments_with_rows_are_multiplied_in_one_kernel_on_hopper_alone(
     capability: tuple[int, int], rows: int, expected: bool, monkeypatch: pytest.MonkeyPatch

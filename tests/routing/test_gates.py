@@ -103,9 +103,7 @@ def test_one_normalised_gate_is_refused_since_it_is_constant(rule: type[Rule], g
 
 
 @pytest.mark.parametrize("gate", get_args(Gate))
-def test_the_auxiliary_loss_and_its_gradient_come_from_the_mean_gate_without_the_scale(
-    gate: Gate,
-) -> None:
+def test_the_auxiliary_loss_and_its_gradient_come_from_the_mean_gate_without_the_scale(gate: Gate) -> None:
     rule = TokenChoice(EXPERTS, FANOUT, balance="aux", aux_strength=0.5, gate=gate, gate_scale=3.0)
     scores = make_scores().requires_grad_()
     routing = rule.route(scores, rule.init(), training=True)

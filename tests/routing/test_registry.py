@@ -37,10 +37,7 @@ SIZES = (("num_experts", int, 4), ("experts_per_token", int, 2))
         (rule_class("Windowed", ("window", int, 9)), "option window shadows"),
         (rule_class("Named", ("name", str, "x")), "option name shadows"),
         (rule_class("Derived", ("double", int, field(default=8, init=False))), "double is not an option"),
-        (
-            rule_class("Bare", *(size[:2] for size in SIZES), bases=(Still,)),
-            r"Bare\(\) must work without arguments",
-        ),
+        (rule_class("Bare", *(size[:2] for size in SIZES), bases=(Still,)), r"Bare\(\) must work without arguments"),
         (rule_class("Thawed", *SIZES, bases=(Still,), frozen=False), "must be a frozen dataclass"),
         (rule_class("Unfinished", *SIZES, bases=(Rule,)), "Unfinished.*abstract"),
     ],

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from cases import RULES, TRAINED, small_config
 from expert_threshold.data import Batch, Loader, Tokens
-from expert_threshold.model import GPT, Observation, Output
+from expert_threshold.model import GPT, Output
 from expert_threshold.optim import OptimConfig, make_optimizers
-from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
+from expert_threshold.routing import ExpertThreshold, Observation, Rule, TokenChoice
 from expert_threshold.train import TrainConfig, train_step
 from expert_threshold.train.log import flatten, train_record
 from expert_threshold.train.state import TrainState

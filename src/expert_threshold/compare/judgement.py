@@ -64,33 +64,29 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
         pairs = [(run, runs[baseline][seed]) for seed, run in own.items() if seed in runs.get(baseline, {})]
         if not pairs:
             continue
-        last = by_flops = by_seconds = None
-        if method != baseline:
-            last = _minus([(mine.loss, other.loss) for mine, other in pairs])
-            by_flops = _minus([_at_equal(mine, mine.flops, other, other.flops) for mine, other in pairs])
-            by_seconds = _minus([_at_equal(mine, mine.clock, other, other.clock) for mine, other in pairs])
-        if last is not None and len(last) > 1:
+        last = _minus([(mine.loss, other.loss) for mine, other in pairs])
+        by_flops = _minus([_at_equal(mine, mine.flops, other, other.flops) for mine, other in pairs])
+        by_seconds = _minus([_at_equal(mine, mine.clock, other, other.clock) for mine, other in pairs]) if timed else []
+        if method == baseline:
+            last = by_flops = by_seconds = []
+        if len(last) > 1:
             family[method] = last
-        rows.append(
-            Judged(
-                method,
-                len(pairs),
-                None if last is None else paired(last, margin),
-                None if by_flops is None else paired(by_flops, margin),
-                None if by_seconds is None or not timed else paired(by_seconds, margin),
-                mean(mine.flops[-1] for mine, _ in pairs),
-                median(mine.clock[-1] for mine, _ in pairs) if timed else None,
-                over_seeds(median, [_seconds_to(mine, other.loss) for mine, other in pairs]) if timed else None,
-            )
+        difference, at_flops, at_seconds = (
+            paired(each, margin) if each else None for each in (last, by_flops, by_seconds)
         )
+        flops, seconds, seconds_to_loss = mean(mine.flops[-1] for mine, _ in pairs), None, None
+        if timed:
+            seconds = median(mine.clock[-1] for mine, _ in pairs)
+            seconds_to_loss = over_seeds(median, [_seconds_to(mine, other.loss) for mine, other in pairs])
+        rows.append(Judged(method, len(pairs), difference, at_flops, at_seconds, flops, seconds, seconds_to_loss))
     verdicts = dict(zip(family, corrected(list(family.values()), margin), strict=True))
     return [replace(row, corrected=verdicts.get(row.method)) for row in rows]
 
 
-def _minus(losses: Sequence[tuple[float | None, float | None]]) -> list[float] | None:
-    """Return the differences between paired losses, or None if a loss is missing."""
+def _minus(losses: Sequence[tuple[float | None, float | None]]) -> list[float]:
+    """Return the differences between paired losses, or an empty list if a loss is missing."""
     known = [mine - other for mine, other in losses if mine is not None and other is not None]
-    return known if len(known) == len(losses) else None
+    return known if len(known) == len(losses) else []
 
 
 def _at_equal(

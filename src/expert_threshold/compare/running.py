@@ -86,31 +86,24 @@ class Comparison(NamedTuple):
         text: Text | None = None
         earlier = self.runs()
         dtype, known = _dtype(earlier), text_of(earlier[0]) if earlier else None
-        started = {(run.method, run.seed): run for run in earlier}
-        done = {key for key, run in started.items() if run.result is not None}
+        has_finished = {(run.method, run.seed): run.result is not None for run in earlier}
         plan = [(method, seed) for seed in range(self.seeds) for method in self.configs]
         seconds: list[float] = []
         for number, (method, seed) in enumerate(plan, start=1):
-            if (method, seed) in done:
+            if has_finished.get((method, seed)):
                 continue
             start = time.monotonic()
-            later = sum(run not in done for run in plan[number:])
+            later = sum(not has_finished.get(run) for run in plan[number:])
             title = run_title(f"{number}/{len(plan)} {method} seed {seed}", start, seconds, later)
-            config, resume = with_shards(with_dtype(self.configs[method], dtype), known), (method, seed) in started
+            config, resume = with_shards(with_dtype(self.configs[method], dtype), known), (method, seed) in has_finished
             if text is None and not resume:
                 text = read_shared_text(config, known, self.folder, console)
                 self.write()
             path = self.folder / method / f"seed_{seed}"
             path.mkdir(parents=True, exist_ok=True)
             try:
-                result = train_run(
-                    RunFolder(path),
-                    replace(config, train=replace(config.train, seed=seed)),
-                    console,
-                    resume=resume,
-                    title=title,
-                    text=None if resume else text,
-                )
+                own, new = replace(config, train=replace(config.train, seed=seed)), None if resume else text
+                result = train_run(RunFolder(path), own, console, resume=resume, title=title, text=new)
             except DivergedError as error:
                 say(console, f"{method} seed {seed} diverged: {error}; to train it again, remove {path}")
             else:

@@ -283,14 +283,11 @@ class Sweep:
         say(console, f"{name}  {outcome}{best_text}  {options}  {clock(trial.seconds)}, {clock(left)} left")
 
     def _make(self, method: str, number: int, shown: Status | None) -> None:
-        """Run one trial and report its outcome to its study. An interrupted trial does not count.
-
-        If an earlier trial had the same options, its loss is copied, since runs are exactly reproducible.
-        """
+        """Run one trial and report its outcome to its study. An interrupted trial does not count."""
         import optuna
         from optuna.trial import TrialState
 
-        study, (_, space, present, configure, _) = self._studies[method], self.methods[method]
+        study, (_, space, present, *_) = self._studies[method], self.methods[method]
         # Each trial has its own sampler, so that a continued study draws the same values as an uninterrupted one.
         study.sampler = optuna.samplers.TPESampler(seed=SEED + number, n_startup_trials=SPREAD, constant_liar=False)
         has_present = len(present) == len(space)
@@ -300,33 +297,42 @@ class Sweep:
         elif number <= SPREAD:
             study.enqueue_trial(spread(space, number - 1 - has_present))
         trial = study.ask({name: entry.distribution for name, entry in space.items()})
-        start = time.monotonic()
-        attributes: dict[str, Any] = {"present": is_present}
-        state, loss = TrialState.FAIL, None
+        start, state, loss, why = time.monotonic(), TrialState.FAIL, None, dict[str, str]()
         try:
-            try:
-                config = configure({name: space[name].value(drawn) for name, drawn in trial.params.items()})
-            except ValueError as error:
-                state, attributes = TrialState.PRUNED, attributes | {"state": "refused", "reason": str(error)}
-            else:
-                alike = (t for t in self.results(method) if t.loss is not None and t.options == trial.params)
-                if (made := next(alike, None)) is None:
-                    loss = fmean(self._train(config, method, number, seed, trial, shown) for seed in range(self.seeds))
-                else:
-                    loss = made.loss
-                state = TrialState.COMPLETE
+            loss, why = self._outcome(method, number, trial, shown)
+            state = TrialState.PRUNED if loss is None else TrialState.COMPLETE
+        finally:
+            for name, value in {"present": is_present, **why, "seconds": time.monotonic() - start}.items():
+                trial.set_user_attr(name, value)
+            study.tell(trial, loss, state=state)
+
+    def _outcome(
+        self, method: str, number: int, trial: Asked, shown: Status | None
+    ) -> tuple[float | None, dict[str, str]]:
+        """Return the loss of a trial, or None with the `state` and the `reason` why it has no loss.
+
+        If an earlier trial had the same options, its loss is returned, since runs are exactly reproducible.
+        """
+        import optuna
+
+        values = {name: self.methods[method].space[name].value(drawn) for name, drawn in trial.params.items()}
+        try:
+            config = self.methods[method].configure(values)
+        except ValueError as error:
+            return None, {"state": "refused", "reason": str(error)}
+        for earlier in self.results(method):
+            if earlier.loss is not None and earlier.options == trial.params:
+                return earlier.loss, {}
+        try:
+            return fmean(self._train(config, method, number, seed, trial, shown) for seed in range(self.seeds)), {}
         except (optuna.TrialPruned, DivergedError) as error:
-            how, reason = "diverged" if isinstance(error, DivergedError) else "pruned", str(error).partition(";")[0]
-            state, attributes = TrialState.PRUNED, attributes | {"state": how, "reason": reason}
+            state = "diverged" if isinstance(error, DivergedError) else "pruned"
+            return None, {"state": state, "reason": str(error).partition(";")[0]}
         except (MemoryError, RuntimeError, TypeError) as error:
             if not is_out_of_memory(error):
                 raise
-            state, attributes = TrialState.PRUNED, attributes | {"state": "refused", "reason": "out of memory"}
             shutil.rmtree(self._trial_path(method, number), ignore_errors=True)
-        finally:
-            for name, value in (attributes | {"seconds": time.monotonic() - start}).items():
-                trial.set_user_attr(name, value)
-            study.tell(trial, loss, state=state)
+            return None, {"state": "refused", "reason": "out of memory"}
 
     def _train(
         self, config: RunConfig, method: str, number: int, seed: int, trial: Asked, shown: Status | None
@@ -337,14 +343,10 @@ class Sweep:
         path = self._trial_path(method, number) / f"seed_{SEED + seed}"
         shutil.rmtree(path, ignore_errors=True)  # left by an interrupted trial
         steps = config.train.steps
+        options = replace(config.train, seed=SEED + seed, dtype=self._config.train.dtype)
         # Save only what `train` always saves at the end; it is deleted afterwards.
-        every: dict[str, Any] = {
-            "dtype": self._config.train.dtype,
-            "checkpoint_every": None,
-            "sample_every": None,
-            "core_every": None,
-        }
-        config = with_shards(replace(config, train=replace(config.train, seed=SEED + seed, **every)), self._known)
+        options = replace(options, checkpoint_every=None, sample_every=None, core_every=None)
+        data = with_shards(config, self._known).data
         losses: list[float] = []
 
         def validated(step: int, loss: float) -> None:
@@ -361,9 +363,7 @@ class Sweep:
 
         folder = RunFolder.create(path)
         try:
-            result = train(
-                folder, config.model, config.data, config.optim, config.train, text=self._text, validated=validated
-            )
+            result = train(folder, config.model, data, config.optim, options, text=self._text, validated=validated)
         finally:
             shutil.rmtree(path / "checkpoints", ignore_errors=True)
             folder.tokenizer_path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..model import Rule
+from ..routing import Rule
 from .rendezvous import MIN_HEARTBEAT_TIMEOUT, Rendezvous, from_main, is_lost_rank
 
 DP, EP = "dp", "ep"

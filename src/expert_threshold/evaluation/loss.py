@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..data import IGNORED, Batch, Tokenizer, Tokens, windows
-from ..model import GPT, Observation, flops_per_token, parameter_counts
+from ..model import GPT, flops_per_token, parameter_counts
+from ..routing import Observation
 
 
 class Validation(NamedTuple):

@@ -21,7 +21,8 @@ from ..kernels.cpu.decode import decoder_add_layer, decoder_append, decoder_crea
 from ..model import GPT, Cache, Output
 from ..model.attention import rotary
 from ..model.gpt import Block
-from ..moe import Router, RoutingHistory, Rule
+from ..moe import Router, RoutingHistory
+from ..routing import Rule
 
 PREFILL = 256
 """The maximum number of prompt tokens in a forward pass, which bounds the memory for masks and logits."""

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..moe import Follower, Router, rule_from_dict
+from ..moe import Follower, Router
 from ..moe import follow as follow_routers
+from ..routing import rule_from_dict
 
 
 def follow(

@@ -23,27 +23,18 @@ class Cache:
     """The past of sequences, one per row: the keys and values of every layer, and what routing needs.
 
     Each row has its own length. A forward appends its i-th sequence to the i-th selected row, and `GPT` advances the
-    lengths. Initially, all rows are selected. Kernels read and write `held` in this layout, which has one position more
-    than the capacity: with key offset, a token writes the slow half of its key to the next position. smeared: the width
-    of `last`, which contains the last embedding of each row, or 0 for a model without smear.
+    lengths. Initially, all rows are selected.
+
+    held: zeros (layers, rows, capacity + 1, 2, kv_heads, head_dim). Kernels read and write it in this layout, which has
+    one position more than the capacity: with key offset, a token writes the slow half of its key to the next position.
+    last: (rows, d_model), the last embedding of each row, or (rows, 0) for a model without smear.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        rows: int,
-        kv_heads: int,
-        capacity: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        smeared: int = 0,
-    ) -> None:
-        self.held = torch.zeros(layers, rows, capacity + 1, 2, kv_heads, head_dim, dtype=dtype, device=device)
-        self.last = torch.zeros(rows, smeared, dtype=dtype, device=device)
-        self.lengths = [0] * rows
-        self.rows: Sequence[int] = range(rows)
-        self._pasts: list[dict[int, RoutingHistory]] = [{} for _ in range(rows)]  # by layer
+    def __init__(self, held: Tensor, last: Tensor) -> None:
+        self.held, self.last = held, last
+        self.lengths = [0] * len(last)
+        self.rows: Sequence[int] = range(len(last))
+        self._pasts: list[dict[int, RoutingHistory]] = [{} for _ in self.rows]  # by layer
 
     @property
     def capacity(self) -> int:
@@ -69,14 +60,12 @@ class Cache:
 
     def copies(self, rows: Sequence[int], capacity: int) -> Cache:
         """Return a cache with the given capacity whose i-th row contains a copy of the sequence in rows[i]."""
-        layers, _, _, _, kv_heads, head_dim = self.held.shape
-        smeared, dtype, device = self.last.shape[1], self.held.dtype, self.held.device
-        other = Cache(layers, len(rows), kv_heads, capacity, head_dim, dtype, device, smeared)
+        chosen = torch.tensor(rows, dtype=torch.int64, device=self.held.device)
+        layers, _, _, *shape = self.held.shape
+        other = Cache(self.held.new_zeros(layers, len(rows), capacity + 1, *shape), self.last[chosen])
         other.lengths = [self.lengths[row] for row in rows]
         written = max(other.lengths, default=0) + 1
-        chosen = torch.tensor(rows, dtype=torch.int64, device=self.held.device)
         other.held[:, :, :written] = self.held[:, chosen, :written]
-        other.last = self.last[chosen]
         other._pasts = [dict(self._pasts[row]) for row in rows]
         return other
 
@@ -299,13 +288,7 @@ ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    window: int | None = None,
-    *,
-    grows: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, window: int | None = None, *, grows: bool = False
 ) -> Tensor:
     """Return the output of attention (batch, heads, time, head_dim). k and v may have fewer heads. Without a mask,
     attention is causal: each query attends to `window` keys before its own, or to all if None. A single query attends

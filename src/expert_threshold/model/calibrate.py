@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..moe import Observation, scores_not_finite
+from ..routing import Observation, scores_not_finite
 from .gpt import GPT
 
 

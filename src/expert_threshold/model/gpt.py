@@ -16,22 +16,17 @@ from ..kernels import no_autocast
 from ..moe import (
     ActivationName,
     DispatchName,
-    ExpertThreshold,
     FeedForward,
     FollowerHook,
     GateNorm,
     Linear,
     MoE,
-    Observation,
-    Routing,
-    Rule,
     hooked,
     plain,
     require_rule,
-    rule_from_dict,
-    rule_to_dict,
 )
 from ..option import Bounds, Count, NonNegative, NonNegativeInt, option, require_valid
+from ..routing import ExpertThreshold, Observation, Routing, Rule, rule_from_dict, rule_to_dict
 from .attention import Attention, Cache, CacheSlice, norm, rotary
 from .cross_entropy import cross_entropy, linear_cross_entropy, softcap_logits
 from .presets import PRESETS, SMEAR_GATE_CHANNELS
@@ -455,15 +450,7 @@ class GPT(nn.Module):
 
     def new_cache(self, batch: int, length: int) -> Cache:
         """Return an empty cache for `batch` sequences of up to `length` tokens each."""
-        head_dim = self.config.d_model // self.config.heads
-        weight = self.embed.weight
-        return Cache(
-            self.config.layers,
-            batch,
-            self.config.kv_heads,
-            length,
-            head_dim,
-            self.compute_dtype,
-            weight.device,
-            self.config.d_model if self.config.smear else 0,
-        )
+        config, device = self.config, self.embed.weight.device
+        shape = config.layers, batch, length + 1, 2, config.kv_heads, config.d_model // config.heads
+        held = torch.zeros(shape, dtype=self.compute_dtype, device=device)
+        return Cache(held, held.new_zeros(batch, config.d_model if config.smear else 0))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..files import replacing
-from ..moe import Rule, rule_from_dict, rule_to_dict
+from ..routing import Rule, rule_from_dict, rule_to_dict
 from .gpt import GPT, Output
 
 FORMAT, VERSION = "expert-threshold trace", 1

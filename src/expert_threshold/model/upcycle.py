@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from ..moe import MoE, Rule
-from ..moe.experts import FeedForward
+from ..moe import FeedForward, MoE
+from ..routing import Rule
 from .gpt import GPT, Block, GPTConfig
 
 

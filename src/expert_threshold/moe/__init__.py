@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer and its backends, and the names from `routing` that users of the layer need.
+"""The Mixture-of-Experts layer and its backends.
 
 Dimension names used in docstrings:
 
@@ -11,18 +11,6 @@ Dimension names used in docstrings:
 """
 
 from ..kernels.activation import ActivationName
-from ..routing import (
-    ExpertChoice,
-    ExpertThreshold,
-    Observation,
-    Routing,
-    Rule,
-    all_finite,
-    rule_from_dict,
-    rule_to_dict,
-    scores_not_finite,
-    summed_over_ranks,
-)
 from .backends import BACKENDS, DispatchName
 from .experts import Experts, FeedForward, Linear, hooked, plain
 from .follow import Follower, FollowerHook, follow
@@ -31,34 +19,7 @@ from .replay import Capture, decide, replay, routing_version
 from .router import Router, RoutingHistory
 
 __all__ = [
-    "BACKENDS",
-    "ActivationName",
-    "Capture",
-    "DispatchName",
-    "ExpertChoice",
-    "ExpertThreshold",
-    "Experts",
-    "FeedForward",
-    "Follower",
-    "FollowerHook",
-    "GateNorm",
-    "Linear",
-    "MoE",
-    "Observation",
-    "Router",
-    "Routing",
-    "RoutingHistory",
-    "Rule",
-    "all_finite",
-    "decide",
-    "follow",
-    "hooked",
-    "plain",
-    "replay",
-    "require_rule",
-    "routing_version",
-    "rule_from_dict",
-    "rule_to_dict",
-    "scores_not_finite",
-    "summed_over_ranks",
-]
+    "BACKENDS", "ActivationName", "Capture", "DispatchName", "Experts", "FeedForward", "Follower", "FollowerHook",
+    "GateNorm", "Linear", "MoE", "Router", "RoutingHistory", "decide", "follow", "hooked", "plain", "replay",
+    "require_rule", "routing_version",
+]  # fmt: skip

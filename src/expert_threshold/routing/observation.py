@@ -143,12 +143,7 @@ class Routing(NamedTuple):
 
 @torch.no_grad()
 def observe(
-    scores: Tensor,
-    assignment: Tensor,
-    gates: Tensor | None = None,
-    *,
-    target: float | None = None,
-    **sums: Tensor,
+    scores: Tensor, assignment: Tensor, gates: Tensor | None = None, *, target: float | None = None, **sums: Tensor
 ) -> Observation:
     """Return the observation of an assignment (batch, time, experts) for scores (batch, time, num_scores).
 

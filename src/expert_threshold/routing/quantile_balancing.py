@@ -64,8 +64,7 @@ class QuantileBalancing(Valued):
         "Tokens over which quantiles are taken: all ranks' micro-batches, or each micro-batch, averaging prices.",
     )
     estimator: PriceEstimator = option(
-        "exact",
-        "How quantiles are computed: by exact selection, or by interpolation in a histogram of all values.",
+        "exact", "How quantiles are computed: by exact selection, or by interpolation in a histogram of all values."
     )
     gate: Gate = option("sigmoid", "Function that turns scores into gates; see token_choice for the choices.")
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")

@@ -105,21 +105,13 @@ def _ordered(score: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _count_digits(
-    scores: tl.tensor,
-    prefixes: tl.tensor,  # (ks, pools, experts)
+    scores: tl.tensor, prefixes: tl.tensor,  # (ks, pools, experts)
     histograms: tl.tensor,  # (copies, ks, pools, experts, digits)
-    tokens: tl.tensor,
-    experts: tl.tensor,
-    pool_stride: tl.tensor,
-    token_stride: tl.tensor,
-    expert_stride: tl.tensor,
-    ks: tl.constexpr,
-    copies: tl.constexpr,
-    below: tl.constexpr,
-    bits: tl.constexpr,
-    tile_tokens: tl.constexpr,
-    tile_experts: tl.constexpr,
-) -> None:
+    tokens: tl.tensor, experts: tl.tensor,
+    pool_stride: tl.tensor, token_stride: tl.tensor, expert_stride: tl.tensor,
+    ks: tl.constexpr, copies: tl.constexpr, below: tl.constexpr, bits: tl.constexpr,
+    tile_tokens: tl.constexpr, tile_experts: tl.constexpr,
+) -> None:  # fmt: skip
     """Count digits; one program covers `tile_tokens` tokens of one pool and `tile_experts` experts."""
     block, pool, pools = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     index = block.to(tl.int64) * tile_tokens + tl.arange(0, tile_tokens)
@@ -139,14 +131,9 @@ def _count_digits(
 
 @triton.jit
 def _take_digit(
-    histograms: tl.tensor,
-    remaining: tl.tensor,
-    prefixes: tl.tensor,
-    copies: tl.constexpr,
-    ks: tl.constexpr,
-    below: tl.constexpr,
-    bits: tl.constexpr,
-) -> None:
+    histograms: tl.tensor, remaining: tl.tensor, prefixes: tl.tensor,
+    copies: tl.constexpr, ks: tl.constexpr, below: tl.constexpr, bits: tl.constexpr,
+) -> None:  # fmt: skip
     """Find the next digit; one program covers one k for one expert of one pool."""
     column, row, columns = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     digit = tl.arange(0, 1 << bits)

@@ -34,12 +34,10 @@ class _Registry(Mapping[str, type[Rule]]):
         self._looked = False
 
     def add(self, name: str, cls: Any) -> None:
-        known = self._rules.get(name)
         if not re.fullmatch("[a-z][a-z0-9_]*", name) or name == DENSE:
             raise ValueError(f"rule name {name!r} must be a lower-case identifier other than {DENSE!r}")
-        proper = isinstance(cls, type) and issubclass(cls, Rule) and is_dataclass(cls)
-        proper = proper and cls.__dataclass_params__.frozen
-        if not proper:
+        is_rule = isinstance(cls, type) and issubclass(cls, Rule) and is_dataclass(cls)
+        if not (is_rule and cls.__dataclass_params__.frozen):
             raise ValueError(f"rule {name}: {cls!r} must be a frozen dataclass derived from Rule")
         missing = {"num_experts", "experts_per_token"} - {field.name for field in fields(cls)}
         if missing:
@@ -53,7 +51,7 @@ class _Registry(Mapping[str, type[Rule]]):
             cls()
         except Exception as error:  # whatever a constructor raises
             raise ValueError(f"rule {name}: {cls.__name__}() must work without arguments: {error}") from error
-        if known not in (None, cls):
+        if self._rules.get(name, cls) is not cls:
             raise ValueError(f"rule name {name!r} is already taken; choose another")
         self._rules[name] = cls
 

@@ -93,8 +93,4 @@ class ReLU(Rule):
 
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:
-        return {
-            "balanced": cls(6),
-            "a fraction": cls(6, 1.5),
-            "strong": cls(6, 0.5, l1_start=0.1),
-        }
+        return {"balanced": cls(6), "a fraction": cls(6, 1.5), "strong": cls(6, 0.5, l1_start=0.1)}

@@ -56,8 +56,7 @@ def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | No
     """
     known = (torch.float32, torch.float64) if group is None else (torch.float32,)
     assert scores.dtype in known, f"scores must be float32, not {scores.dtype}"
-    if group is not None:
-        assert len(scores) == 1, "a pool across ranks cannot be split"
+    assert group is None or len(scores) == 1, "a pool across ranks cannot be split"
     if group is None:
         found = _kth_largest(scores, list(ks))
     elif _has_kernels(scores):
@@ -72,16 +71,14 @@ def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | No
 @torch.library.custom_op("expert_threshold::kth_largest", mutates_args=())
 def _kth_largest(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
     """Return the k-th largest scores and their indices, both (ks, pools, experts). This is opaque to torch.compile."""
-    if scores.dtype != torch.float32:
-        return _kth_largest_by_sorting(scores, ks)
-    if runs_on_kernels(scores):
+    is_float32 = scores.dtype == torch.float32
+    if is_float32 and runs_on_kernels(scores):
         from . import radix
 
         with torch.cuda.device_of(scores):
             return radix.select(scores, ks)
-    if scores.device.type != "cpu":
-        return _kth_largest_by_sorting(scores, ks)
-    return _kth_largest_in_linear_time(scores, ks)
+    fastest = _kth_largest_in_linear_time if is_float32 and scores.device.type == "cpu" else _kth_largest_by_sorting
+    return fastest(scores, ks)
 
 
 @_kth_largest.register_fake

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -174,44 +174,27 @@ class TokenChoice(Valued):
 
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:
-        some = {
+        grouped: dict[str, Any] = {"balance": "loss_free", "over": "gates", "num_groups": 3, "groups_per_token": 2}
+        balances = {
             f"{balance}, {fanout} of them": cls(6, fanout, balance=balance)
             for balance in get_args(Balance)
             for fanout in (1, 2)
         }
         gates = {f"{gate} gates": cls(6, 2, gate=gate) for gate in get_args(Gate) if gate != "sigmoid"}
-        published = {
+        others = {
+            "all of them": cls(6, 6),
             "as Mixtral": cls(6, 2, balance="aux", gate="softmax_chosen"),
-            "as DeepSeek-V3": cls(
-                6,
-                2,
-                balance="loss_free",
-                gate="sigmoid_normalised",
-                gate_scale=2.5,
-                over="gates",
-                num_groups=3,
-                groups_per_token=2,
-            ),
-        }
-        groups = {"one of six groups": cls(6, 1, num_groups=6), "over shares": cls(6, 2, gate="softmax", over="gates")}
-        nulls = {
+            "as DeepSeek-V3": cls(6, 2, gate="sigmoid_normalised", gate_scale=2.5, **grouped),
+            "one of six groups": cls(6, 1, num_groups=6),
+            "over shares": cls(6, 2, gate="softmax", over="gates"),
             "null scores": cls(6, 2, balance="aux", gate="softmax", null_scores=3),
-            "null scores in groups": cls(
-                6,
-                2,
-                balance="loss_free",
-                gate="softmax",
-                over="gates",
-                num_groups=3,
-                groups_per_token=2,
-                null_scores=3,
-            ),
+            "null scores in groups": cls(6, 2, gate="softmax", null_scores=3, **grouped),
         }
         capacity = {
             f"capacity, {balance}": cls(6, 2, gate="softmax", balance=balance, capacity_factor=1.25)
             for balance in ("none", "aux", "loss_free")
         }
-        return some | gates | {"all of them": cls(6, 6)} | published | groups | nulls | capacity
+        return balances | gates | others | capacity
 
 
 def _chosen(observation: Observation) -> Tensor:

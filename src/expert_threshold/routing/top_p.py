@@ -48,8 +48,7 @@ class TopP(Rule):
 
     num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: float = option(
-        1.0,
-        "Target for the mean number of routed experts per token. It is only used if p is steered.",
+        1.0, "Target for the mean number of routed experts per token. It is only used if p is steered."
     )
     p: Literal["steered"] | Share = option(
         P_START,

@@ -19,8 +19,8 @@ from ..data import DataConfig, Loader, Tokenizer, Tokens
 from ..distributed import LocalBatch, Rendezvous, Status, from_main, process_groups
 from ..install import et
 from ..model import GPTConfig, Output
-from ..moe import all_finite
 from ..optim import OptimConfig
+from ..routing import all_finite
 from ..runs import RunFolder
 from ..runs.lock import LOCK
 from .checks import SAME_COMMAND

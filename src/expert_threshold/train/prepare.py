@@ -26,8 +26,8 @@ from ..evaluation import Task, read_bundle
 from ..evaluation.core import choose_rows
 from ..files import corrupted_file_error
 from ..model import GPT, TRUNKS, GPTConfig
-from ..moe import Rule
 from ..optim import OptimConfig, make_optimizers
+from ..routing import Rule
 from ..runs import Checkpoint, RunFolder
 from .budget import Budget, Decision
 from .checks import decisive, require_same_corpus, require_trainable, require_unchanged

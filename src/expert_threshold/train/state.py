@@ -20,9 +20,9 @@ from ..data import Loader, Position, Tokenizer, Tokens
 from ..distributed import LocalBatch, OptimizerShards, Parallel, Slice, Status
 from ..evaluation import Task
 from ..files import corrupted_file_error
-from ..model import GPT, Observation, Output
-from ..moe import scores_not_finite, summed_over_ranks
+from ..model import GPT, Output
 from ..optim import Optimizers
+from ..routing import Observation, scores_not_finite, summed_over_ranks
 from ..runs import Checkpoint, Part
 from .budget import Budget
 from .config import TrainConfig

@@ -131,15 +131,9 @@ def attention_forward(
 
 @operator()
 def attention_backward(
-    dy: Tensor,
-    projected: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    y: Tensor,
-    normaliser: Tensor,
-    window: int,
+    dy: Tensor, projected: Tensor, cos: Tensor, sin: Tensor, y: Tensor, normaliser: Tensor, window: int,
     key_offset: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the gradient of the projection."""
     return projected.new_empty(projected.shape)
 
@@ -234,12 +228,7 @@ def experts_forward(
 
 @operator()
 def experts_backward(
-    dy: Tensor,
-    x: Tensor,
-    gates: Tensor | None,
-    assignment: Tensor | None,
-    weights: list[Tensor],
-    kept: list[Tensor],
+    dy: Tensor, x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: list[Tensor], kept: list[Tensor]
 ) -> list[Tensor]:
     """Return the gradients of x, of any gates, and of the weights."""
     return [t.new_empty(t.shape) for t in (x, gates, *weights) if t is not None]
@@ -313,22 +302,11 @@ def _takes_muon(weight: Tensor, state: Sequence[Tensor], dtype: torch.dtype) -> 
 
 @operator("weights", "momenta", "second_moments")
 def muon_step(
-    weights: list[Tensor],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    second_moments: list[Tensor],
-    momentum: float,
-    equilibrate: int,
-    polynomials: list[float],
-    safety: float,
-    eps: float,
-    renormalize: int,
-    normuon_beta: float,
-    least_second_moment: float,
-    weight_decay: float,
-    cautious: bool,
-    rate: float,
-) -> None:
+    weights: list[Tensor], grads: list[Tensor], momenta: list[Tensor], second_moments: list[Tensor],
+    momentum: float, equilibrate: int, polynomials: list[float], safety: float, eps: float,
+    renormalize: int, normuon_beta: float, least_second_moment: float,
+    weight_decay: float, cautious: bool, rate: float,
+) -> None:  # fmt: skip
     """Update float32 stacks (matrices, rows, columns) of the same shape, with the functions of `optim.muon` in order.
 
     second_moments: empty without NorMuon. equilibrate, renormalize: indices in PARTS. polynomials: a, b and c of each

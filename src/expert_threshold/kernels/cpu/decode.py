@@ -19,20 +19,12 @@ def decoder() -> ctypes.CDLL | None:
 
 @operator()
 def decoder_create(
-    embed: Tensor,
-    head: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    qk_scale: float,
-    offset_from: int,
-    cache: Tensor,
-    last: Tensor,
-    smear_gate: Tensor | None,
-    smear: float,
-    backout: float,
-    eps: float,
-    softcap: float,
-) -> int:
+    embed: Tensor, head: Tensor, cos: Tensor, sin: Tensor,
+    qk_scale: float, offset_from: int,
+    cache: Tensor, last: Tensor,
+    smear_gate: Tensor | None, smear: float, backout: float,
+    eps: float, softcap: float,
+) -> int:  # fmt: skip
     """Create a decoder without layers, which the caller must destroy.
 
     embed: (vocab, d_model), cos, sin: (capacity, head_dim / 2), float32; cache: (layers, rows, capacity + 1, 2,
@@ -49,23 +41,12 @@ def decoder_destroy(decoder: int) -> None:
 
 @operator()
 def decoder_add_layer(
-    decoder: int,
-    qkv: Tensor,
-    output: Tensor,
-    values: Tensor | None,
-    values_gate: Tensor | None,
-    window: int,
-    residual: float,
-    skip: float,
-    dense: list[Tensor],
-    experts: list[Tensor],
-    router: Tensor | None,
-    cutoffs: Tensor | None,
-    bias: Tensor | None,
-    chosen: int,
-    softmax_gates: bool,
-    divide_by_fanout: bool,
-) -> None:
+    decoder: int, qkv: Tensor, output: Tensor,
+    values: Tensor | None, values_gate: Tensor | None, window: int, residual: float, skip: float,
+    dense: list[Tensor], experts: list[Tensor],
+    router: Tensor | None, cutoffs: Tensor | None, bias: Tensor | None, chosen: int,
+    softmax_gates: bool, divide_by_fanout: bool,
+) -> None:  # fmt: skip
     """Append a layer to a decoder. The input of the layer is residual · x + skip · the input of the first layer.
 
     values: value embeddings (vocab, kv_heads · head_dim), float32, with values_gate (kv_heads, channels). window: the

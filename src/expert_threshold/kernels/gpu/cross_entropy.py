@@ -10,15 +10,10 @@ TILE, WARPS = 4096, 8
 
 @triton.jit
 def softmax_slopes_of_row(
-    logits: tl.tensor,
-    wanted: tl.tensor,
-    losses: tl.tensor,
-    vocab: tl.tensor,
-    softcap: tl.tensor,
-    capped: tl.constexpr,
-    with_gradient: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+    logits: tl.tensor, wanted: tl.tensor, losses: tl.tensor,
+    vocab: tl.tensor, softcap: tl.tensor,
+    capped: tl.constexpr, with_gradient: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
     """Write a row's loss and, if `with_gradient`, replace its logits by the slopes of `model.cross_entropy`."""
     row = tl.program_id(0)
     first = logits + row.to(tl.int64) * vocab

@@ -45,29 +45,13 @@ CONFIGS = [
 
 @triton.jit(do_not_specialize=["rows"])
 def multiply(
-    left: tl.tensor,
-    token: tl.tensor,
-    pair: tl.tensor,
-    ends: tl.tensor,
-    weights: tl.tensor,
-    gates: tl.tensor,
-    kept: tl.tensor,
-    out: tl.tensor,
-    gated: tl.tensor,
-    dots: tl.tensor,
+    left: tl.tensor, token: tl.tensor, pair: tl.tensor, ends: tl.tensor, weights: tl.tensor, gates: tl.tensor,
+    kept: tl.tensor, out: tl.tensor, gated: tl.tensor, dots: tl.tensor,
     rows: tl.tensor,
-    experts: tl.constexpr,
-    d_in: tl.constexpr,
-    d_out: tl.constexpr,
-    gathered: tl.constexpr,
-    out_in: tl.constexpr,
-    epilogue: tl.constexpr,
-    upcast: tl.constexpr,
-    part: tl.constexpr,
-    tile_m: tl.constexpr,
-    tile_n: tl.constexpr,
-    tile_k: tl.constexpr,
-) -> None:
+    experts: tl.constexpr, d_in: tl.constexpr, d_out: tl.constexpr,
+    gathered: tl.constexpr, out_in: tl.constexpr, epilogue: tl.constexpr, upcast: tl.constexpr, part: tl.constexpr,
+    tile_m: tl.constexpr, tile_n: tl.constexpr, tile_k: tl.constexpr,
+) -> None:  # fmt: skip
     """Write out (rows, d_out), each row times its expert's matrix, (d_out, d_in) if out_in, otherwise (d_in, d_out).
 
     Rows are read from left (rows, d_in) or, if gathered, from left (tokens, d_in). The epilogue "relu2" writes
@@ -125,20 +109,11 @@ def multiply(
 
 @triton.jit
 def write_backward(
-    da: tl.tensor,
-    row: tl.tensor,
-    inside: tl.tensor,
-    gate: tl.tensor,
-    kept: tl.tensor,
-    dh: tl.tensor,
-    gated: tl.tensor,
-    dots: tl.tensor,
-    rows: tl.tensor,
-    first: tl.tensor,
-    d_out: tl.constexpr,
-    width: tl.constexpr,
-    part: tl.constexpr,
-) -> None:
+    da: tl.tensor, row: tl.tensor, inside: tl.tensor, gate: tl.tensor,
+    kept: tl.tensor, dh: tl.tensor, gated: tl.tensor, dots: tl.tensor,
+    rows: tl.tensor, first: tl.tensor,
+    d_out: tl.constexpr, width: tl.constexpr, part: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the "backward" epilogue of `multiply` for columns first to first + width, which fit in the registers."""
     if width > part:
         lower, upper = tl.split(tl.permute(tl.reshape(da, (da.shape[0], 2, width // 2)), (0, 2, 1)))
@@ -159,19 +134,11 @@ def write_backward(
 
 @triton.jit
 def multiply_segments(
-    left: tl.tensor,
-    right: tl.tensor,
-    token: tl.tensor,
-    ends: tl.tensor,
-    out: tl.tensor,
-    d_left: tl.constexpr,
-    d_right: tl.constexpr,
-    gather_left: tl.constexpr,
-    upcast: tl.constexpr,
-    tile_m: tl.constexpr,
-    tile_n: tl.constexpr,
-    tile_k: tl.constexpr,
-) -> None:
+    left: tl.tensor, right: tl.tensor, token: tl.tensor, ends: tl.tensor, out: tl.tensor,
+    d_left: tl.constexpr, d_right: tl.constexpr,
+    gather_left: tl.constexpr, upcast: tl.constexpr,
+    tile_m: tl.constexpr, tile_n: tl.constexpr, tile_k: tl.constexpr,
+) -> None:  # fmt: skip
     """Write out (experts, d_left, d_right), leftᵀ right over the rows of each expert, or zeros if it has no rows.
 
     One operand is gathered: left is (tokens, d_left) and right (rows, d_right), or the reverse.
@@ -205,16 +172,9 @@ def multiply_segments(
 
 @triton.jit
 def sum_by_token(
-    terms: tl.tensor,
-    gates: tl.tensor,
-    pair: tl.tensor,
-    by_token: tl.tensor,
-    of_token: tl.tensor,
-    out: tl.tensor,
-    width: tl.constexpr,
-    gated: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+    terms: tl.tensor, gates: tl.tensor, pair: tl.tensor, by_token: tl.tensor, of_token: tl.tensor, out: tl.tensor,
+    width: tl.constexpr, gated: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
     """Write out (tokens, width), the sum of each token's rows in terms (rows, width), in the order of experts.
 
     Rows are multiplied by their gates if `gated`.
@@ -233,15 +193,10 @@ def sum_by_token(
 
 @triton.jit(do_not_specialize=["rows"])
 def spread_gates(
-    dots: tl.tensor,
-    pair: tl.tensor,
-    ends: tl.tensor,
-    dgates: tl.tensor,
+    dots: tl.tensor, pair: tl.tensor, ends: tl.tensor, dgates: tl.tensor,
     rows: tl.tensor,
-    experts: tl.constexpr,
-    parts: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+    experts: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
     """Sum the parts in dots (parts, rows) and write the sums to their pairs in dgates (tokens, experts)."""
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = row < tl.load(ends + experts - 1)
@@ -399,16 +354,10 @@ def _tune(up_shape: torch.Size, d_expert: int, dtype: torch.dtype, device: torch
 # Custom operators, which are opaque to the compiler.
 @torch.library.custom_op("expert_threshold::triton_forward", mutates_args=())
 def triton_forward(
-    x: Tensor,
-    gates: Tensor,
-    token: Tensor,
-    pair: Tensor,
-    ends: Tensor,
-    by_token: Tensor,
-    of_token: Tensor,
-    up: Tensor,
-    down: Tensor,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, gates: Tensor,
+    token: Tensor, pair: Tensor, ends: Tensor, by_token: Tensor, of_token: Tensor,
+    up: Tensor, down: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y (tokens, d_model) and what backward needs for every row, which is relu(h)², or h for SwiGLU."""
     if _is_tuned(x.dtype):
         _tune(up.shape, down.shape[2], x.dtype, x.device)
@@ -422,18 +371,10 @@ def _(x: Tensor, gates: Tensor, token: Tensor, *rest: Tensor) -> tuple[Tensor, T
 
 @torch.library.custom_op("expert_threshold::triton_backward", mutates_args=())
 def triton_backward(
-    dy: Tensor,
-    x: Tensor,
-    gates: Tensor,
-    token: Tensor,
-    pair: Tensor,
-    ends: Tensor,
-    by_token: Tensor,
-    of_token: Tensor,
-    up: Tensor,
-    down: Tensor,
-    kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, gates: Tensor,
+    token: Tensor, pair: Tensor, ends: Tensor, by_token: Tensor, of_token: Tensor,
+    up: Tensor, down: Tensor, kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x, the gates, up and down."""
     return _backward(dy, x, gates, Segments(token, pair, ends, by_token, of_token), up, down, kept)
 

@@ -230,11 +230,7 @@ def _most_specialised(x: Tensor, experts: Experts, rows: int | None) -> Backend:
 
 
 def fastest(
-    names: tuple[str, ...],
-    device: int,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    activation: ActivationName,
+    names: tuple[str, ...], device: int, dtype: torch.dtype, shape: tuple[int, int, int], activation: ActivationName
 ) -> str:
     """Return the backend whose forward and backward are fastest for a layer of this shape (experts, d_model, d_expert)
     on this GPU, measured once per process. During the capture of a CUDA graph, return the first name.
