@@ -242,7 +242,7 @@ def test_each_run_is_one_that_et_train_would_have_made(finished: Path, small: Op
     assert run.config == other.config
 
 
-def test_methods_see_the_same_data_in_the_same_order_under_one_seed(
+def test_methods_see_the_same_data_under_one_seed(
     small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
@@ -272,9 +272,7 @@ def swept(folder: Path, **options: dict[str, Any]) -> Path:
     return folder
 
 
-def test_each_methods_tuned_options_are_recorded_and_kept_apart(
-    small: Options, refused: Refused, tmp_path: Path
-) -> None:
+def test_tuned_options_are_recorded_and_kept_apart(small: Options, refused: Refused, tmp_path: Path) -> None:
     both = ["compare", *small, "--rules", "dense,expert_threshold"]
     slow = swept(tmp_path / "slow", dense={}, expert_threshold={"optim": {"matrix_lr": 0.01}})
     fast = swept(tmp_path / "fast", dense={}, expert_threshold={"optim": {"matrix_lr": 0.1}})
@@ -297,7 +295,7 @@ def test_each_methods_tuned_options_are_recorded_and_kept_apart(
     assert [row["method"] for row in rows] == ["dense", "expert_threshold", "expert_threshold (4 experts of 32)"]
 
 
-def test_a_method_that_diverges_has_no_loss_and_the_others_follow(
+def test_a_diverged_method_has_no_loss_and_ends_nothing(
     small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GPTConfig, "softcap", None)
@@ -356,9 +354,7 @@ def test_a_killed_run_resumes_from_its_checkpoint_or_starts_over(again: Options,
     assert without(record_of(copy), CLOCKS) == without(record_of(finished), CLOCKS)
 
 
-def test_a_finished_comparison_is_shown_again_without_weights_and_matplotlib_and_no_run_is_touched(
-    again: Options, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_comparison_is_only_shown_again(again: Options, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in copy.glob("*/*/checkpoints"):
         shutil.rmtree(path)
     for path in (*copy.glob("loss_by_method.*"), copy / "compare.md"):
@@ -385,7 +381,7 @@ def test_methods_and_seeds_can_be_left_out_and_added_later(small: Options, copy:
     assert seeds == {"dense": 3, "token_choice": 2, "expert_threshold": 2, "token_choice_aux": 3}
 
 
-def test_progress_names_the_run_the_step_and_what_is_left(
+def test_progress_names_run_step_and_time_left(
     small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert et("compare", *small, "--rules", "dense,token_choice", "--seeds", 2, "--out", tmp_path / "out") == 0
@@ -417,9 +413,7 @@ def test_the_total_time_left_covers_this_run_and_those_that_follow(monkeypatch: 
     assert first(None) == "1/3"
 
 
-def test_options_that_differ_from_those_of_the_comparison_are_refused_by_name(
-    again: Options, copy: Path, refused: Refused
-) -> None:
+def test_options_that_differ_from_the_comparison_are_refused(again: Options, copy: Path, refused: Refused) -> None:
     for options, words in {
         "--steps 8": "steps=8 differs from 4",
         "--layers 2": "layers=2 differs from 3",
@@ -683,9 +677,7 @@ def test_comparisons_of_another_budget_or_text_do_not_join(
     refused(join, f"--join {copy}", f"{name}=")
 
 
-def test_joined_rows_name_their_number_of_experts_and_of_steps_and_note_several_versions(
-    join: Options, copy: Path, tmp_path: Path
-) -> None:
+def test_joined_rows_name_their_sizes_and_several_versions(join: Options, copy: Path, tmp_path: Path) -> None:
     shutil.rmtree(copy / "dense")
     for path, value in {
         "rule.num_experts": 64, "model.d_expert": 8, "model.shared_experts": 4, "model.gate_norm": "fanout",
@@ -701,9 +693,7 @@ def test_joined_rows_name_their_number_of_experts_and_of_steps_and_note_several_
         assert usual in text
 
 
-def test_a_run_in_two_joined_folders_is_taken_once_or_the_difference_named(
-    finished: Path, join: Options, copy: Path, refused: Refused
-) -> None:
+def test_a_run_in_two_joined_folders_is_taken_once(finished: Path, join: Options, copy: Path, refused: Refused) -> None:
     """Regression: dense runs are the same for any number of experts, but could not be joined."""
     record(copy, "rule.num_experts", 64, but="dense")
     assert rows_of(join) == dict.fromkeys([*CHOSEN, *(f"{method} (64 experts of 64)" for method in CHOSEN[1:])], 2)
@@ -750,9 +740,7 @@ def test_a_name_tells_the_sizes_that_most_runs_do_not_have() -> None:
     assert names_with_sizes(runs[2:]) == (["relu", "top_p"], "")
 
 
-def test_seconds_of_different_machines_are_not_compared(
-    join: Options, small: Options, copy: Path, tmp_path: Path
-) -> None:
+def test_seconds_of_two_machines_are_not_compared(join: Options, small: Options, copy: Path, tmp_path: Path) -> None:
     """Neither when comparisons are joined nor when one is continued on another machine."""
     record(copy, "machine.cpu", "another", seeds=10)
     assert et(*join) == 0

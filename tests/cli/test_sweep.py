@@ -16,7 +16,7 @@ import torch
 from cases import et, said
 from commands import Options, Refused, edit, interrupt_at, read, without
 from expert_threshold.cli.compare import best_options, configure
-from expert_threshold.cli.run_options import resolve_run
+from expert_threshold.cli.run_options import Given, resolve_run
 from expert_threshold.cli.sweep import read_space, tunable
 from expert_threshold.compare import sweep
 from expert_threshold.compare.sweep import Trial, best_of
@@ -153,9 +153,7 @@ def test_a_comparison_gives_each_method_its_best_options_and_its_kin_those_of_th
     assert all(config.optim.matrix_lr == 0.5 for config in by_flag.values())
 
 
-def test_a_comparison_with_options_that_no_sweep_found_is_refused(
-    finished: Path, refused: Refused, tmp_path: Path
-) -> None:
+def test_a_comparison_with_options_no_sweep_found_is_refused(finished: Path, refused: Refused, tmp_path: Path) -> None:
     empty, other, damaged = (tmp_path / name for name in ("empty", "other", "damaged"))
     empty.mkdir()
     shutil.copytree(finished / "dense", other / "dense")
@@ -175,9 +173,7 @@ def test_a_comparison_with_options_that_no_sweep_found_is_refused(
     refused(["compare", "tiny", "--rules", "dense", *both], "leave one of them out")
 
 
-def test_a_finished_sweep_is_shown_again_with_the_methods_that_are_left_out_and_trains_nothing(
-    command: Options, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_sweep_is_only_shown_again(command: Options, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = record_of(copy)
     monkeypatch.setattr(sweep, "train", None)
     for methods in (METHODS, ["expert_threshold"]):
@@ -221,7 +217,7 @@ def test_a_killed_sweep_resumes_with_the_same_trials(command: Options, finished:
         assert without(record_of(copy), ["seconds"]) == without(record_of(finished), ["seconds"]), killed
 
 
-def test_a_diverging_trial_is_recorded_with_its_reason_and_the_others_continue(
+def test_a_diverging_trial_does_not_end_a_sweep(
     small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GPTConfig, "softcap", None)
@@ -280,9 +276,7 @@ def test_a_trial_above_the_median_is_stopped_in_the_middle(small: Options, tmp_p
         assert 0.4 * 8 <= trial["curve"][-1][0] < 8
 
 
-def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_again(
-    small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_tried_before_keep_their_loss(small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: Options = []
     train = sweep.train
 
@@ -315,9 +309,7 @@ def test_a_range_has_whole_numbers_for_a_rule_that_takes_no_others() -> None:
 RATE = "matrix_lr=0.01..0.1:log"
 
 
-def recommended(
-    given: dict[str, Any], space: list[str], best: dict[str, Any], name: str = "expert_threshold"
-) -> dict[str, Any]:
+def recommended(given: Given, space: list[str], best: Given, name: str = "expert_threshold") -> dict[str, Any]:
     """The content of best.json."""
     method = tunable(given, name, configure(given, [name])[name], read_space(space, given, [name]))
     return dict(method.recommend(best))

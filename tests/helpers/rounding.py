@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,3 +14,11 @@ def assert_rounded(found: Tensor, exact: Tensor, times: float, name: str = "") -
     """The error's norm is at most that of numbers each rounded to bfloat16 `times` times, the same way each time."""
     assert found.shape == exact.shape, name
     assert (found.float() - exact.float()).norm() <= times * HALF_A_UNIT * exact.float().norm(), name
+
+
+def with_gradients(function: Callable[..., Tensor], *inputs: Tensor, upstream: Tensor | None = None) -> list[Tensor]:
+    """The output, and what its gradient `upstream`, by default a fixed one, becomes at each input."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    fixed = torch.linspace(-1, 1, y.numel()).view(y.shape)
+    return [y.detach(), *torch.autograd.grad(y, leaves, (fixed if upstream is None else upstream).to(y.dtype))]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,15 +9,16 @@ from torch import Tensor
 
 from expert_threshold.kernels.cpu import blocks as kernels
 from expert_threshold.model.attention import Attention, attend, delay, halves, norm, rotary, rotary_norm
-from rounding import HALF_A_UNIT, assert_rounded
+from rounding import HALF_A_UNIT, assert_rounded, with_gradients
 
 pytestmark = pytest.mark.usefixtures("block_kernels")
 
 SHAPES = [(2, 64, 2, 2, 64), (1, 7, 2, 1, 32), (2, 150, 4, 2, 96), (1, 1, 1, 1, 128), (3, 65, 3, 1, 32)]
 LONG = (1, 300, 2, 1, 32)
+Shape = tuple[int, int, int, int, int]
 
 
-def inputs(shape: tuple[int, int, int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The projection, the rotary table, and a gradient of the output."""
     batch, time, heads, kv_heads, head_dim = shape
     torch.manual_seed(0)
@@ -36,12 +35,6 @@ def plain(
     turned = rotary_norm(heads[:, :-kv_heads], cos, sin)
     q, k, v = turned[:, :-kv_heads], turned[:, -kv_heads:], heads[:, -kv_heads:]
     return attend(q, delay(k) if key_offset else k, v, window=window).transpose(1, 2)
-
-
-def with_gradient(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> list[Tensor]:
-    leaf = x.clone().requires_grad_()
-    y = function(leaf)
-    return [y.detach(), *torch.autograd.grad(y, leaf, dy.to(y.dtype))]
 
 
 def parts(y: Tensor, dx: Tensor, kv_heads: int) -> list[Tensor]:
@@ -95,13 +88,13 @@ WINDOWS = [(SHAPES[2], 40), (SHAPES[4], 1), (SHAPES[4], 64), (LONG, 100), (LONG,
         *((shape, window, i % 2 == 0) for i, (shape, window) in enumerate(WINDOWS)),
     ],
 )
-def test_outputs_and_gradients_differ_from_float32_by_rounding_alone(
-    shape: tuple[int, int, int, int, int], window: int | None, key_offset: bool
-) -> None:
+def test_outputs_and_gradients_equal_float32_up_to_rounding(shape: Shape, window: int | None, key_offset: bool) -> None:
     kv_heads = shape[3]
     x, cos, sin, dy = inputs(shape)
-    exact = with_gradient(lambda x: plain(x, cos.float(), sin.float(), kv_heads, window, key_offset), x.float(), dy)
-    found = with_gradient(lambda x: kernels.attention(x, cos, sin, kv_heads, window, key_offset), x, dy)
+    exact = with_gradients(
+        lambda x: plain(x, cos.float(), sin.float(), kv_heads, window, key_offset), x.float(), upstream=dy
+    )
+    found = with_gradients(lambda x: kernels.attention(x, cos, sin, kv_heads, window, key_offset), x, upstream=dy)
     bounds = rounding(x, cos, sin, dy, kv_heads, window, key_offset)
     for e, f, bound in zip(parts(*exact, kv_heads), parts(*found, kv_heads), bounds, strict=True):
         assert (f - e).norm() <= bound
@@ -109,7 +102,10 @@ def test_outputs_and_gradients_differ_from_float32_by_rounding_alone(
 
 def test_a_window_skips_the_panels_of_keys_before_it_and_one_of_the_sequence_hides_nothing() -> None:
     x, cos, sin, dy = inputs(LONG)
-    found = (with_gradient(lambda x, w=window: kernels.attention(x, cos, sin, 1, w), x, dy) for window in (None, 299))
+    found = (
+        with_gradients(lambda x, w=window: kernels.attention(x, cos, sin, 1, w), x, upstream=dy)
+        for window in (None, 299)
+    )
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     windowed = kernels.attention(x, cos, sin, 1, 100)
     x[:, :64, 2:] = torch.nan  # of keys and values
@@ -129,7 +125,7 @@ def test_large_scores_stay_finite() -> None:
     """Nothing bounds values, and normed queries and keys reach √head_dim."""
     x, cos, sin, dy = inputs((1, 70, 2, 2, 128))
     x[:, :, :4] = 100.0
-    y, dx = with_gradient(lambda x: kernels.attention(x, cos, sin, 2), x, dy)
+    y, dx = with_gradients(lambda x: kernels.attention(x, cos, sin, 2), x, upstream=dy)
     assert y.isfinite().all()
     assert dx.isfinite().all()
 
@@ -137,9 +133,9 @@ def test_large_scores_stay_finite() -> None:
 def test_the_norm_and_its_gradient_are_those_of_float32_rounded() -> None:
     torch.manual_seed(0)
     x, dy = (torch.randn(5, 30, 96).bfloat16() for _ in range(2))
-    exact = with_gradient(norm, x.float(), dy)
+    exact = with_gradients(norm, x.float(), upstream=dy)
     for columns in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
-        for e, f in zip(exact, with_gradient(kernels.norm, columns, dy), strict=True):
+        for e, f in zip(exact, with_gradients(kernels.norm, columns, upstream=dy), strict=True):
             assert_rounded(f, e, 1)
     assert torch.equal(kernels.norm(torch.zeros(2, 32).bfloat16()), torch.zeros(2, 32).bfloat16())
 
@@ -152,7 +148,7 @@ def test_compiled_a_layer_is_one_graph_with_the_same_gradients() -> None:
     found = []
     for forward in (layer, torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")):
         layer.zero_grad()
-        found.append(with_gradient(lambda x, forward=forward: forward(x, cos, sin, None, 0), x, torch.ones_like(x)))
+        found.append(with_gradients(lambda x, forward=forward: forward(x, cos, sin, None, 0), x))
         found[-1] += [weight.grad for weight in layer.parameters() if weight.grad is not None]
     for eager, compiled in zip(*found, strict=True):
         assert (compiled - eager).norm() < 0.01 * eager.norm()

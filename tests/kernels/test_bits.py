@@ -13,15 +13,10 @@ from expert_threshold.model.attention import rotary
 from expert_threshold.model.cross_entropy import linear_cross_entropy
 from expert_threshold.moe import BACKENDS
 from expert_threshold.optim import Muon
+from rounding import with_gradients
 from routed_sum import case, outputs_and_gradients
 
 Compute = Callable[[], Iterable[Tensor]]
-
-
-def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    y = function(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
 
 def attention(tokens: int, factor: float) -> Compute:

@@ -48,9 +48,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("scale", [0.05, 2.0], ids=["small logits", "logits at the cap"])
-def test_losses_and_gradients_differ_from_the_definition_by_rounding_alone(
-    case: tuple[int, int, int], scale: float
-) -> None:
+def test_losses_and_gradients_equal_the_definition_up_to_rounding(case: tuple[int, int, int], scale: float) -> None:
     x, weight, targets = given(*case, scale)
     if case[0] == 1:
         targets[:] = 5

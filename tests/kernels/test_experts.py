@@ -54,9 +54,7 @@ def in_float32(given: Case) -> Case:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("assignment", ASSIGNMENTS.values(), ids=ASSIGNMENTS.keys())
-def test_outputs_and_all_gradients_differ_from_the_definition_by_rounding_alone(
-    assignment: Tensor, shape: tuple[int, int]
-) -> None:
+def test_outputs_and_gradients_equal_the_definition_up_to_rounding(assignment: Tensor, shape: tuple[int, int]) -> None:
     d_model, d_expert = shape
     given = case(assignment, dtype=torch.bfloat16, d_model=d_model, d_expert=d_expert)
     assert kernels.override("routed_sum", given.x, d_expert, "relu2") is not None

@@ -56,7 +56,7 @@ def test_a_library_is_built_once(source: Path, capfd: pytest.CaptureFixture[str]
 
 
 @NEEDS_COMPILER
-def test_a_source_that_does_not_compile_is_left_out_and_the_reason_printed(
+def test_a_source_that_does_not_compile_is_left_out_and_reported(
     source: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source.write_text("int answer() { return nothing; }\n")
@@ -148,9 +148,7 @@ def test_our_sources_compile_without_a_warning(which: str, tmp_path: Path) -> No
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("chosen", ["g++ -DANSWER=42", "clang++", ""])
-def test_the_compiler_may_have_arguments_and_is_never_clang(
-    source: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
-) -> None:
+def test_cxx_may_have_arguments_and_is_never_clang(source: Path, monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
     monkeypatch.setenv("CXX", chosen)
     if "ANSWER" in chosen:
         source.write_text(SOURCE.replace("42", "ANSWER"))

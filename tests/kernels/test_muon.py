@@ -142,9 +142,7 @@ def test_what_autograd_saved_before_a_step_is_stale_behind_it() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("COEFFICIENTS", (0.5, -0.25, 0.125)), ("EPS", 1e3)])
-def test_constants_of_the_iteration_are_those_of_the_optimizer(
-    name: str, value: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_uses_the_optimizers_constants(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = moved(torch.bfloat16)
     monkeypatch.setattr(module, name, value)
     found, exact = moved(torch.bfloat16), moved(torch.float32)

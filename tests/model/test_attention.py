@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from created import created_by, fake_gpu
 from expert_threshold.model.attention import Attention, attend, norm, rotary, rotary_norm, rotate
+from rounding import with_gradients
 
 
 def test_a_rotation_turns_each_pair_by_position_times_its_frequency_and_keeps_lengths() -> None:
@@ -25,13 +25,6 @@ def test_a_rotation_turns_each_pair_by_position_times_its_frequency_and_keeps_le
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
     pair = torch.complex(x[..., 0], x[..., 2]) * torch.polar(torch.ones(5), -angles[:, 0])
     torch.testing.assert_close(torch.complex(turned[..., 0], turned[..., 2]), pair)
-
-
-def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """The output, and what a fixed gradient of it becomes at each input."""
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    y = function(*leaves)
-    return [y, *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape))]
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -48,11 +41,10 @@ def test_norms_and_their_gradients_are_those_of_plain_expressions() -> None:
     cos, sin = rotary(torch.arange(5.0), 8)
     x = torch.randn(2, 5, 3, 8).transpose(1, 2)
 
-    torch.testing.assert_close(gradients(norm, x), gradients(rms_norm, x))
+    torch.testing.assert_close(with_gradients(norm, x), with_gradients(rms_norm, x))
     assert torch.equal(norm(torch.zeros(2, 8)), torch.zeros(2, 8))
-    torch.testing.assert_close(
-        gradients(lambda x: rotary_norm(x, cos, sin), x), gradients(lambda x: rms_norm(turned(x, cos, sin)), x)
-    )
+    found = with_gradients(lambda x: rotary_norm(x, cos, sin), x)
+    torch.testing.assert_close(found, with_gradients(lambda x: rms_norm(turned(x, cos, sin)), x))
 
 
 def by_definition(attention: Attention, x: Tensor, cos: Tensor, sin: Tensor, tokens: Tensor) -> Tensor:
@@ -91,9 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("time", [1, 2, 7])
-def test_attention_and_its_gradients_are_those_of_its_definition(
-    time: int, kv_heads: int, options: dict[str, Any]
-) -> None:
+def test_attention_and_its_gradients_equal_the_definition(time: int, kv_heads: int, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     attention = Attention(32, 4, kv_heads, **options)
     if attention.value_embed is not None:
@@ -118,9 +108,7 @@ def test_on_a_gpu_no_key_beyond_the_window_is_computed(monkeypatch: pytest.Monke
     assert max(size for _, size in made) == q.numel() < time * time
 
 
-def test_on_a_gpu_a_cache_of_any_length_is_attended_to_without_a_plan_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_a_cache_of_any_length_needs_no_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN, torch's first choice on Hopper, plans for every new length, which took longer than all else."""
     allowed = []
 

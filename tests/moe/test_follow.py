@@ -268,9 +268,7 @@ def by_hand(model: Foreign, x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("scale", [None, 0.5, 1024.0])
 @pytest.mark.parametrize("checkpointed", [None, False, True])
 @pytest.mark.parametrize(("rule", "z_loss"), WITH_LOSSES, ids=str)
-def test_backward_adds_the_losses_of_all_layers_by_itself(
-    rule: Rule, z_loss: float | None, checkpointed: bool | None, scale: float | None
-) -> None:
+def test_backward_adds_losses(rule: Rule, z_loss: float | None, checkpointed: bool | None, scale: float | None) -> None:
     """They were to be added by hand, which nothing said, and were refused inside of reentrant checkpointing."""
     followed, manual = Foreign(rule, z_loss=z_loss, checkpointed=checkpointed), Foreign(rule, z_loss=z_loss)
     follower = follow(followed, torch.optim.SGD(followed.parameters(), 0.1), loss_scale=scale)

@@ -156,9 +156,7 @@ CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @rules
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
-def test_the_state_keeps_its_dtypes_and_values_under_every_cast(
-    rule: Rule, cast: Callable[[nn.Module], nn.Module]
-) -> None:
+def test_the_state_keeps_dtypes_and_values_under_every_cast(rule: Rule, cast: Callable[[nn.Module], nn.Module]) -> None:
     moe = moe_with_history(rule)
     state = state_of(moe)
     cast(nn.Sequential(moe))
@@ -194,9 +192,7 @@ def test_scores_are_float32_whatever_the_activations_are(rule: Rule) -> None:
 
 @rules
 @pytest.mark.parametrize("dispatch", ["reference", "grouped"])
-def test_under_autocast_experts_compute_in_its_dtype_as_linear_layers_do_and_scores_are_not_rounded(
-    rule: Rule, dispatch: str
-) -> None:
+def test_under_autocast_experts_compute_in_its_dtype_and_scores_are_not_rounded(rule: Rule, dispatch: str) -> None:
     """Experts computed in float32, where a linear layer is twice as fast; bfloat16 scores would tie."""
     moe = moe_with_history(rule, dispatch=dispatch)
     x = torch.randn(2, 8, 8, requires_grad=True)
@@ -311,9 +307,7 @@ def test_three_bfloat16_parts_are_a_float32_exactly() -> None:
     assert torch.equal(exact_parts(x).float().flip(0).sum(0), x)
 
 
-def test_on_a_gpu_scores_and_their_gradient_are_float32_and_narrow_rows_are_never_cast(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_scores_are_float32_and_narrow_rows_are_never_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were copied to float32 and multiplied there, without tensor cores."""
     x, weight, dscores = torch.randn(2, 50, 16).bfloat16(), torch.randn(4, 16), torch.randn(2, 50, 4)
 

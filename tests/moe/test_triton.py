@@ -77,9 +77,7 @@ def random(tokens: int, experts: int, usage: float = 0.5) -> Tensor:
         if activation == "relu2" or name in ("no token at all", "one empty expert", f"fanout 2 of {EXPERTS}")
     ],
 )
-def test_the_kernels_equal_the_reference_in_outputs_and_all_gradients(
-    activation: ActivationName, assignment: Tensor
-) -> None:
+def test_outputs_and_gradients_equal_the_reference(activation: ActivationName, assignment: Tensor) -> None:
     given = on_device(case(assignment, activation))
     assert_same(outputs_and_gradients(padded, given), outputs_and_gradients(reference, given))
 
@@ -95,9 +93,7 @@ def test_sizes_need_be_no_multiples_of_tiles(d_model: int, d_expert: int) -> Non
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "activation"), [(torch.float16, 0.003, "relu2"), (torch.bfloat16, 0.02, "swiglu")]
 )
-def test_narrow_activations_differ_from_float32_by_their_rounding_alone(
-    dtype: torch.dtype, tolerance: float, activation: ActivationName
-) -> None:
+def test_narrow_rows_differ_by_rounding_alone(dtype: torch.dtype, tolerance: float, activation: ActivationName) -> None:
     given = on_device(case(random(20, 3), activation, d_model=20, d_expert=37))
     exact = outputs_and_gradients(reference, given)
     found = outputs_and_gradients(padded, given._replace(x=given.x.to(dtype), upstream=given.upstream.to(dtype)))
@@ -115,9 +111,7 @@ UNREAD = REQUIREMENTS["nan_in_what_no_expert_reads_reaches_nothing"]
 @pytest.mark.parametrize(
     ("activation", "require"), [*(("relu2", r) for r in REQUIREMENTS.values()), ("swiglu", UNREAD)]
 )
-def test_the_kernels_meet_every_requirement(
-    activation: ActivationName, require: Callable[[RoutedSum, Case], None]
-) -> None:
+def test_kernels_meet_every_requirement(activation: ActivationName, require: Callable[[RoutedSum, Case], None]) -> None:
     require(padded, on_device(case(fanout(8, EXPERTS, 2), activation)))
 
 

@@ -155,9 +155,7 @@ def best_pairs(values: Tensor, tokens: int, rule: SeqTopK) -> set[tuple[int, int
 
 @pytest.mark.parametrize("rule", SeqTopK.cases().values(), ids=SeqTopK.cases())
 @both_modes
-def test_a_sequence_takes_its_best_pairs_and_inference_those_of_the_tokens_so_far(
-    rule: SeqTopK, training: bool
-) -> None:
+def test_a_sequence_takes_its_best_pairs_and_inference_those_of_tokens_so_far(rule: SeqTopK, training: bool) -> None:
     scores = make_scores(width=rule.num_scores).mul(4).round().div(4)
     time = scores.shape[1]
     taken = rule.route(scores, rule.init(), training=training).assignment

@@ -49,22 +49,20 @@ def test_a_class_that_commands_could_not_take_is_refused(cls: Any, words: str) -
     assert "refused" not in RULES
 
 
-def test_a_whole_number_stays_one_where_another_rule_has_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_checked_for_a_rule_that_does_not_and_whole_numbers_stay_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A command line read --experts-per-token 2 as 2.0, which `topk` does not take."""
     monkeypatch.setitem(RULES._rules, "plain", Plain)  # type: ignore[attr-defined]
-    rule = rule_from_dict({"name": "plain", "experts_per_token": 2.0})
-    assert type(rule.experts_per_token) is int
-    with pytest.raises(ValueError, match=r"experts_per_token=1.5 must be a whole number"):
-        rule_from_dict({"name": "plain", "experts_per_token": 1.5})
-
-
-@pytest.mark.parametrize("options", [{"num_experts": 0}, {"num_experts": -3}, {"experts_per_token": 99}])
-def test_sizes_that_no_layer_has_are_refused_for_a_rule_that_does_not(
-    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(RULES._rules, "plain", Plain)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=next(iter(options))):
-        rule_from_dict({"name": "plain"} | options)
+    assert type(rule_from_dict({"name": "plain", "experts_per_token": 2.0}).experts_per_token) is int
+    for option, value in (
+        ("experts_per_token", 1.5),
+        ("num_experts", 0),
+        ("num_experts", -3),
+        ("experts_per_token", 99),
+    ):
+        with pytest.raises(ValueError, match=f"{option}={value} must be "):
+            rule_from_dict({"name": "plain", option: value})
 
 
 @pytest.mark.parametrize("name", ["load", "usage", "batch_cutoff", "count", "tensors"])

@@ -76,9 +76,7 @@ def test_the_cutoff_before_the_first_update_is_zero() -> None:
 
 
 @given(decay=st.floats(0, 0.999), steps=st.integers(1, 12), debias=st.booleans())
-def test_the_mean_is_the_papers_recursion_from_zero_or_debiased_like_adam(
-    decay: float, steps: int, debias: bool
-) -> None:
+def test_the_mean_is_the_papers_recursion_or_debiased_like_adam(decay: float, steps: int, debias: bool) -> None:
     for rule in rules(decay=decay, debias=debias):
         seen, state = batch_cutoffs(rule, steps)
         c = torch.zeros(EXPERTS)

@@ -144,9 +144,7 @@ def test_the_operator_is_fit_for_the_compiler(ks: list[int]) -> None:
     experts=st.integers(1, 64),
     slack=st.decimals("0", "3", places=3),
 )
-def test_bounds_are_the_floors_of_the_decimals_as_written(
-    tokens: int, fanout: Fraction, experts: int, slack: Fraction
-) -> None:
+def test_bounds_are_the_floors_of_the_decimals(tokens: int, fanout: Fraction, experts: int, slack: Fraction) -> None:
     k = Fraction(fanout) * tokens / experts // 1
     assume(0 < k <= tokens)
     assert bounds(tokens, float(fanout), experts, float(slack)) == (

@@ -107,12 +107,9 @@ def test_beyond_the_last_level_the_tail_goes_on() -> None:
     assert further.isfinite().all()
 
 
-@pytest.mark.parametrize("rate", [-0.1, EXPERTS + 0.1, math.nan, math.inf])
-def test_a_rate_out_of_range_is_refused(rate: float) -> None:
-    with pytest.raises(ValueError, match=f"rate={rate} must be between 0 and num_experts=4"):
-        dial(trained(RULES[0], steps=1), rate)
-
-
-def test_a_state_without_a_sketch_has_one_rate_and_says_so() -> None:
+def test_a_rate_out_of_range_or_without_a_sketch_is_refused() -> None:
+    for rate in (-0.1, EXPERTS + 0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"rate={rate} must be between 0 and num_experts=4"):
+            dial(trained(RULES[0], steps=1), rate)
     with pytest.raises(ValueError, match=r"rate=2 needs a sketch of scores.* et calibrate"):
         dial(RULES[0].init(), 2)

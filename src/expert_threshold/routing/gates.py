@@ -38,7 +38,7 @@ class Gated(Rule):
         super().__post_init__()
         if self.null_scores and self.gate != "softmax":
             raise ValueError(
-                f"null_scores={self.null_scores} requires gate='softmax', the only gate that uses all scores; set the "
+                f"null_scores={self.null_scores} requires gate='softmax', the only gate over all scores; use that "
                 "gate, or leave null_scores at 0"
             )
 
