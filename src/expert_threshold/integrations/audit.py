@@ -16,7 +16,7 @@ from ..runs.folder import FORMAT
 
 
 def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dtype | str) -> tuple[nn.Module, Any]:
-    """Return a model in evaluation mode and its tokenizer. name: a run folder, or a model's name for transformers.
+    """Load a model, in evaluation mode, and its tokenizer. name: a run folder, or a model's name for transformers.
 
     Raises ValueError with a one-line message if there is no such model, or if it is incomplete or not supported.
     """
@@ -46,8 +46,8 @@ def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dty
         with hub_errors(f"{name}, which is not a folder here,") as hub:
             if hub.try_to_load_from_cache(name, "config.json") is None:  # otherwise no network is needed
                 hub.HfApi().model_info(name, timeout=10)  # asks once, whereas transformers would retry for a minute
+    loader: Any = AutoModelForCausalLM
     try:
-        loader: Any = AutoModelForCausalLM
         model, info = loader.from_pretrained(name, dtype=dtype, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # transformers raises many types of errors if files are missing, damaged or unknown

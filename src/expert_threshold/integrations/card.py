@@ -1,4 +1,4 @@
-"""The model card of an exported run: its model, results and usage."""
+"""Writes the model card of an exported run: its model, results and usage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ If the package `expert-threshold` is installed, `import expert_threshold.integra
 
 
 def model_card(run: RunFolder, config: GPTConfig, step: int, name: str) -> str:
-    """Return a model card, in Markdown, for the model of `run` at `step` that is exported to a folder called `name`."""
+    """Return a model card, in Markdown, for the model of `run` at `step`, exported to a folder called `name`."""
     rule, sentence = config.rule, "A language model without routed experts."
     if rule is not None:
         sentence = (
@@ -60,7 +60,7 @@ def model_card(run: RunFolder, config: GPTConfig, step: int, name: str) -> str:
 
 
 def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
-    """Return the rows of the table about the run, keyed by their labels."""
+    """Return the rows of the table about the run, keyed by label."""
     counts = parameter_counts(config)
     rows = {
         "parameters": f"{counts['total']:,}",

@@ -12,7 +12,7 @@ from ..moe.backends import auto
 
 
 class _Weights(NamedTuple):
-    """The attributes of `Experts` that backends read. The tensors do not have to be parameters."""
+    """The attributes of `Experts` that backends read. The tensors need not be parameters."""
 
     activation: Activation
     gate: Tensor | None

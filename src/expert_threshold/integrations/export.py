@@ -1,4 +1,4 @@
-"""Converts a run to a folder for Hugging Face and back, without needing Hugging Face's packages."""
+"""Converts a run to a folder for Hugging Face and back without needing Hugging Face's packages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FACTS = ("data", "optim", "train", "corpus", "versions")
 
 
 def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Path:
-    """Export a run's model at `step`, by default the last one, with its tokenizer and a model card to the folder `to`.
+    """Export a run's model at `step`, by default the last one, to the folder `to`, with its tokenizer and a model card.
 
     The folder appears complete or not at all. Raises ValueError if the run cannot be read or `to` is not empty.
     """
@@ -47,18 +47,24 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
     require_free(to)
     step = run.load_checkpoint(step, parts=()).step
     model, tokenizer = load_model(path, step)
+    config = model.config
+    # BOS ends documents too. It also pads texts, which is harmless because padding is masked.
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.bos)
+    # If the rule needs scores of earlier tokens, which are not cached, the cache is disabled.
+    by_token = config.rule is None or config.rule.scope(training=False) == "token"
+    generation = ids | ({} if by_token else {"use_cache": False})
+    texts = {
+        "config.json": to_json(_config(config, generation, _facts(run, step)), indent=2) + "\n",
+        "generation_config.json": to_json(generation, indent=2) + "\n",
+        "tokenizer_config.json": to_json(_tokenizer_config(config.context), indent=2) + "\n",
+        f"{MODELING}.py": Path(__file__).with_name("transformers.py").read_text(encoding="utf-8"),
+        **rule_files(config.rule),
+        "README.md": model_card(run, config, step, to.name),
+    }
     with new_folder(to) as temporary:
-        for name, content in {
-            "config.json": _config(model.config, tokenizer.bos, _facts(run, step)),
-            "generation_config.json": _ids(tokenizer.bos) | _cache(model.config),
-            "tokenizer_config.json": _tokenizer_config(model.config.context),
-        }.items():
-            write_synced(temporary / name, (to_json(content, indent=2) + "\n").encode())
-        tokenizer.save(temporary / "tokenizer.json")
-        modeling = Path(__file__).with_name("transformers.py").read_text(encoding="utf-8")
-        for name, text in {f"{MODELING}.py": modeling, **rule_files(model.config.rule)}.items():
+        for name, text in texts.items():
             write_synced(temporary / name, text.encode())
-        write_synced(temporary / "README.md", model_card(run, model.config, step, to.name).encode())
+        tokenizer.save(temporary / "tokenizer.json")
         save_tensors(temporary / "model.safetensors", _outside(model.state_dict()), {"format": "pt"})
         for file in temporary.iterdir():
             file.chmod(0o644)
@@ -68,8 +74,8 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
 def import_folder(path: str | Path, out: str | Path) -> RunFolder:
     """Create a run folder from a model that `export_run` wrote, or that transformers saved after loading such a model.
 
-    The run's checkpoint contains only weights, so the run can be used and can initialize others, but cannot be resumed.
-    Raises ValueError if the folder is of another kind or incomplete, or if its weights or tokenizer do not match.
+    The run's checkpoint contains only weights, so the run can be used and can initialize others but not be resumed.
+    Raises ValueError if the folder contains another kind of model, is incomplete, or is inconsistent.
     """
     path = Path(path)
     config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
@@ -120,7 +126,7 @@ def _exported_facts(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, An
 
 
 def _require_whole_model(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise ValueError unless transformers saved the whole language model, unquantised and with its tokenizer."""
+    """Raise ValueError unless the folder contains the whole language model, unquantised and with its tokenizer."""
     saved, quantised = (config.get("architectures") or [ARCHITECTURE])[0], config.get("quantization_config")
     if saved != ARCHITECTURE:
         raise ValueError(
@@ -137,7 +143,7 @@ def _require_whole_model(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _require_own_vocabulary(path: Path, tokens: int, rows: Any) -> None:
-    """Raise ValueError unless the model has the run's vocabulary of `tokens`, possibly padded with unused rows."""
+    """Raise ValueError unless the model's vocabulary is the run's `tokens`, possibly padded with unused rows."""
     added = [token["content"] for token in read_json(path / "tokenizer.json")["added_tokens"] if token["id"] >= tokens]
     if not isinstance(rows, int) or rows < tokens or (added and rows > tokens):
         what = f"the added tokens {', '.join(map(repr, added[:3]))}" if added else "a vocabulary of another size"
@@ -148,7 +154,7 @@ def _require_own_vocabulary(path: Path, tokens: int, rows: Any) -> None:
 
 
 def _outside(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename our model's tensors as in an export, where the gate and up projections of experts are one tensor."""
+    """Rename our model's tensors as in an export, where the experts' gate and up projections are one tensor."""
     found = {HEAD[1] if name == HEAD[0] else PREFIX + name: tensor for name, tensor in weights.items()}
     for experts in [name.removesuffix("up") for name in found if name.endswith("experts.up")]:
         gate, up = found.pop(f"{experts}gate", None), found.pop(f"{experts}up")
@@ -161,15 +167,12 @@ def _inside(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Undo `_outside`."""
     found = {HEAD[0] if name == HEAD[1] else name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
     for name in [name for name in found if name.endswith("_proj")]:
-        tensor, part = found.pop(name), name.removesuffix("_proj")
-        experts = part.removesuffix("gate_up")
-        found |= (
-            {part: tensor}
-            if experts == part
-            else dict(
-                zip((f"{experts}gate", f"{experts}up"), (half.contiguous() for half in tensor.chunk(2, 1)), strict=True)
-            )
-        )
+        tensor = found.pop(name)
+        if name.endswith("gate_up_proj"):
+            experts = name.removesuffix("gate_up_proj")
+            found[f"{experts}gate"], found[f"{experts}up"] = (half.contiguous() for half in tensor.chunk(2, 1))
+        else:
+            found[name.removesuffix("_proj")] = tensor
     return found
 
 
@@ -196,7 +199,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _facts(run: RunFolder, step: int) -> dict[str, Any]:
-    """Return the facts about a run to export. The path of its text is reduced to a name, since exports are shared."""
+    """Return the facts about a run to export. Its text is given by name, not path, since exports are shared."""
     config = run.config
     facts = {"step": step} | {name: config[name] for name in FACTS if name in config}
     with corrupted_file_error(run.path / "config.json", "restore it from a backup, or train again"):
@@ -207,30 +210,18 @@ def _facts(run: RunFolder, step: int) -> dict[str, Any]:
     return facts
 
 
-def _ids(bos: int) -> dict[str, int]:
-    """Return the ids of the special tokens. BOS ends documents too; it also pads texts, which is harmless if masked."""
-    return {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
-
-
-def _cache(config: GPTConfig) -> dict[str, bool]:
-    """Return the option that disables the cache if the rule needs scores of earlier tokens, which are not cached."""
-    by_token = config.rule is None or config.rule.scope(training=False) == "token"
-    return {} if by_token else {"use_cache": False}
-
-
-def _config(config: GPTConfig, bos: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _config(config: GPTConfig, generation: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
     sections = config.to_dict()
-    options = {**sections["model"], "rule": sections["rule"]}
     return {
         "architectures": [ARCHITECTURE],
         "auto_map": AUTO_MAP,
         "model_type": MODEL_TYPE,
         "dtype": "float32",
         SOFTCAP: GPTConfig.softcap,
-        **options,
-        **_ids(bos),
+        **sections["model"],
+        "rule": sections["rule"],
         "tie_word_embeddings": False,
-        **_cache(config),
+        **generation,
         "run": facts,
     }
 
@@ -238,9 +229,7 @@ def _config(config: GPTConfig, bos: int, facts: Mapping[str, Any]) -> dict[str, 
 def _tokenizer_config(context: int) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": BOS,
-        "pad_token": BOS,
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), BOS),
         "model_max_length": context,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,

@@ -23,7 +23,7 @@ def follow(
 ) -> Follower:
     """Make `model` route as in pre-training while it is trained, and update its rules in each `optimizer.step()`.
 
-    Otherwise, cutoffs and biases never change, and rules add no losses. The model may have been loaded by
+    Without this, cutoffs and biases never change, and rules add no losses. The model may have been loaded by
     `AutoModelForCausalLM` with or without `trust_remote_code`. With `Trainer`, use
     `Trainer(..., optimizers=(optimizer, None))` and loss_scale=1 / gradient_accumulation_steps. See
     `expert_threshold.moe.follow` for `group` and `loss_scale`. Raises ValueError if the model has no Mixture-of-Experts
@@ -43,7 +43,7 @@ def follow(
 def _make_trainable(frozen: nn.Module, config: Any) -> None:
     """Turn an exported model's router into our `Router`, which has the same weight but returns the whole routing.
 
-    The module is changed in place, since FSDP2 gathers weights only for the modules that it was given.
+    The module is changed in place, since FSDP2 gathers weights only for modules that it was given.
     """
     rule = rule_from_dict(config.rule)
     assert rule is not None

@@ -26,7 +26,7 @@ def push(folder: Path, repository: str) -> str:
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder with this name, after downloading it if the name is hub:OWNER/NAME."""
+    """Return the folder with this name, downloaded if the name is hub:OWNER/NAME."""
     if not name.startswith(PREFIX):
         return Path(name)
     repository = name.removeprefix(PREFIX)
@@ -35,7 +35,7 @@ def model_folder(name: str) -> Path:
 
 
 def run_folder(name: str) -> str:
-    """Return the run folder with this name. If it is hub:OWNER/NAME, each revision is imported into the cache once."""
+    """Return the run folder with this name. Each revision of hub:OWNER/NAME is imported into the cache once."""
     if not name.startswith(PREFIX):
         return name
     snapshot = model_folder(name)  # named after the commit

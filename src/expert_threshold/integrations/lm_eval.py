@@ -1,6 +1,6 @@
 """Lets lm-evaluation-harness evaluate runs (extra `eval`).
 
-`et evaluate RUN --harness TASK` evaluates tasks; the harness's own command line offers everything else:
+`et evaluate RUN --harness TASK` evaluates tasks. The harness's own command line offers everything else:
 
     python -m expert_threshold.integrations.lm_eval run --model expert_threshold --model_args run=RUN --tasks TASK
 """
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 
 class HarnessModel(TemplateLM):
-    """A model that answers the harness's three kinds of requests, in batches of up to `tokens_at_once` tokens.
+    """Answers the harness's three kinds of requests in batches of up to `tokens_at_once` tokens.
 
-    Every text starts a document. Routing is causal. A context that is too long is truncated on the left.
+    Every text starts a document. Routing is causal. Contexts that are too long are truncated on the left.
     """
 
     def __init__(
@@ -49,10 +49,8 @@ class HarnessModel(TemplateLM):
         progress: Progress = lambda what: lambda done, total: None,
     ) -> None:
         super().__init__()
-        self.model = model.eval()
-        self.run_tokenizer = tokenizer
-        self.tokens_at_once = tokens_at_once
-        self.progress = progress
+        self.model, self.run_tokenizer = model.eval(), tokenizer
+        self.tokens_at_once, self.progress = tokens_at_once, progress
 
     @property
     def eot_token_id(self) -> int:
@@ -66,7 +64,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability in nats, and whether greedy decoding would generate it."""
+        """Return each continuation's log-probability in nats and whether greedy decoding would generate it."""
         continuations = [Continuation(given + ending, len(given)) for _, given, ending in requests]
         found = [(-nats, misses == 0) for nats, _, misses in self._score(continuations, "loglikelihood", misses=True)]
         for request, answer in zip(requests, found, strict=True):
@@ -93,8 +91,7 @@ class HarnessModel(TemplateLM):
     def _score(self, continuations: Sequence[Continuation], what: str, *, misses: bool) -> list[Any]:
         """Score continuations. Those that share a context, such as the choices of a question, are scored together."""
         length = self.model.config.context + 1  # the last token is predicted, not read
-        lost = sum(len(c.tokens) - c.start > length - 1 for c in continuations)
-        if lost:
+        if lost := sum(len(c.tokens) - c.start > length - 1 for c in continuations):
             log.warning("with a context of %d tokens, only the ends of %d continuations are scored", length - 1, lost)
         by_beginning: dict[tuple[int, ...], list[int]] = {}
         for i, c in enumerate(continuations):
@@ -114,7 +111,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Instance], **_: Any) -> list[str]:
-        """Return the text generated after each context, up to but excluding a stop sequence or the document's end.
+        """Return the text generated after each context, up to a stop sequence or the document's end, excluding it.
 
         Generation may fill up to half of the context. Raises ValueError for an unknown sampling parameter.
         """
@@ -149,10 +146,9 @@ def read_request(options: Mapping[str, Any], context: int) -> Request:
     temperature = float(left.pop("temperature", 1.0 if do_sample else 0.0))
     samples = do_sample is not False and temperature > 0
     top_k = left.pop("top_k", None)
-    unknown = {name: value for name, value in left.items() if samples or name not in ("top_p", "min_p")}
-    if unknown:
-        name, value = next(iter(unknown.items()))
-        raise ValueError(f"{name}={value!r} is not supported here; omit it, or set do_sample to false")
+    if unknown := [name for name in left if samples or name not in ("top_p", "min_p")]:
+        name = unknown[0]
+        raise ValueError(f"{name}={left[name]!r} is not supported here; omit it, or set do_sample to false")
     return Request(
         prompt=(),
         max_tokens=min(wanted, context // 2),
@@ -192,7 +188,7 @@ class RunModel(HarnessModel):
 class Harness:
     """Tasks and groups of the harness, selected by name. folder: a folder with additional tasks.
 
-    Raises ValueError for an unknown name.
+    Raises ValueError if a name is unknown.
     """
 
     def __init__(self, names: Sequence[str], folder: str | Path | None = None) -> None:
@@ -214,7 +210,7 @@ class Harness:
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each name with its results, keyed by task and metric, as soon as they are available.
 
-        Raises ValueError if the questions cannot be loaded.
+        Raises ValueError if a task's questions cannot be loaded.
         """
         lm = HarnessModel(model, tokenizer, progress=progress)
         for name in self.names:
@@ -236,7 +232,7 @@ class Harness:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Return the value and the standard error (or None) of each metric. Names may end with a comma and a filter."""
+    """Return each metric's value and standard error (or None). Names may end with a comma and a filter."""
     found = {}
     for name, value in metrics.items():
         metric, comma, answers = name.partition(",")

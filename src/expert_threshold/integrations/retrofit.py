@@ -1,6 +1,6 @@
-"""Converts a top-k checkpoint, either a run or a transformers model, into a model with variable fanout.
+"""Converts a top-k checkpoint, either a run or a transformers model, to variable fanout.
 
-The cutoffs are computed from a text's scores. The checkpoint can then be distilled into its converted copy.
+The cutoffs are computed from the scores of a text. The checkpoint can then be distilled into its converted copy.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -39,7 +39,7 @@ MEMORY, SAVE_EVERY = 0.95, 100  # while distilling: decay of the cutoffs' mean, 
 
 
 class Checkpoint:
-    """A run that routes by top k, with its model in evaluation mode. Raises ValueError for any other run."""
+    """A run that routes by top k, its model in evaluation mode. Raises ValueError for any other run."""
 
     def __init__(self, path: str, step: int | None, device: torch.device, dtype: torch.dtype) -> None:
         self.folder = RunFolder.open(path)
@@ -108,7 +108,7 @@ class Words:
 
 
 def open_checkpoint(path: str, step: int | None, device: torch.device, dtype: torch.dtype) -> Checkpoint:
-    """Open a checkpoint of either kind. Raises ValueError unless it routes by top k."""
+    """Open a run or a transformers model. Raises ValueError unless it routes by top k."""
     file = Path(path) / "config.json"
     if file.is_file() and "model_type" in read_json(file):
         return OfTransformers(path, step, device)
@@ -150,21 +150,15 @@ def at_top(model: nn.Module, rule: TokenChoice, k: int) -> Iterator[None]:
 def recorded(model: nn.Module) -> Iterator[list[tuple[Tensor, Routing]]]:
     """Yield a list to which each router's forward appends its input and its routing."""
     seen: list[tuple[Tensor, Routing]] = []
-
-    handles = [
-        router.register_forward_hook(lambda _, inputs, routing: seen.append((inputs[0], routing)))
-        for router in routers(model).values()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for router in routers(model).values():
+            hooks.enter_context(router.register_forward_hook(lambda _, given, found: seen.append((given[0], found))))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
 def document_sums(source: Checkpoint, model: Any, ids: npt.NDArray[Any]) -> tuple[float, float]:
-    """Return the nats and routed experts of a document, as in `evaluation.by_document.Sums`, evaluated in windows."""
+    """Return a document's nats and routed experts, as in `evaluation.by_document.Sums`, measured in windows."""
     device, sums = next(model.parameters()).device, torch.zeros(2, dtype=torch.float64)
     rows = list(windows(Tokens(ids, np.array([0, len(ids)]), 0), source.context))
     at_once = max(LOGITS_AT_ONCE // (source.context * source.vocab_size), 1)
@@ -187,7 +181,7 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def sample(model: nn.Module, batches: Iterable[Batch], progress: Callable[[int], None]) -> Sample:
-    """Run the batches through the model. Norms are averaged over the tokens that inference sends to each expert."""
+    """Run batches through the model. Norms are averaged over the tokens that each expert receives at inference."""
     layers = [(model.get_submodule(name.rpartition(".")[0]), router) for name, router in routers(model).items()]
     experts, device = layers[0][1].rule.num_experts, layers[0][1].weight.device
     scores: list[list[Tensor]] = [[] for _ in layers]
@@ -208,7 +202,7 @@ def sample(model: nn.Module, batches: Iterable[Batch], progress: Callable[[int],
 
 
 def _output(mixture: Any, x: Tensor, expert: int) -> Tensor:
-    """Return one expert's outputs for x (tokens, d_model), before they are multiplied by gates."""
+    """Return one expert's outputs for x (tokens, d_model) before multiplication by gates."""
     ids = torch.full((len(x), 1), expert, device=x.device)
     if not isinstance(mixture, MoE):
         y: Tensor = mixture.experts(x, ids, torch.ones_like(ids, dtype=x.dtype))
@@ -218,7 +212,7 @@ def _output(mixture: Any, x: Tensor, expert: int) -> Tensor:
 
 
 class Calibrator(NamedTuple):
-    """Sets cutoffs. shift: for each layer, the offsets added to its experts' values before they are compared."""
+    """Sets cutoffs. shift: each layer's offsets, which are added to its experts' values before they are compared."""
 
     cutoffs: Cutoffs
     num_experts: int
@@ -262,7 +256,7 @@ class Calibrator(NamedTuple):
 
 
 def _at_levels(values: Tensor) -> Tensor:
-    """Return the quantiles of each column. At each level, a given fraction of the rows is above the quantile."""
+    """Return the quantiles of each column: at each level, a fixed fraction of the rows is above the quantile."""
     place = torch.linspace(LAST, -LAST, LEVELS).sigmoid() * (len(values) + 1) - 1
     return values.sort(0).values[place.clamp(0, len(values) - 1).round().long()]
 
@@ -283,7 +277,7 @@ def distill(
     """Train the student, which always routes as at inference, to match the teacher's predictions (KL divergence).
 
     AdamW's learning rate falls linearly from `lr` to 0, and the cutoffs follow the scores. Training continues from the
-    last checkpoint in `folder`, where it also saves. Once `stop` returns True, it saves and raises KeyboardInterrupt.
+    last checkpoint in `folder`, where it also saves. Once `stop` returns True, saves and raises KeyboardInterrupt.
     """
     student.requires_grad_(not routers_only)
     for router in routers(student).values():
@@ -298,7 +292,8 @@ def distill(
         saved = read(folder, begun).tensors
         states: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
         for name, value in saved["optimizer"].items():
-            states[int(name.partition(".")[0])][name.partition(".")[2]] = value
+            index, _, key = name.partition(".")
+            states[int(index)][key] = value
         optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
         with torch.no_grad():
             for name, value in changed.items():

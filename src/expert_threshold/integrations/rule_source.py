@@ -19,7 +19,7 @@ PACKAGE = re.compile(r"^\s*(?:from|import) expert_threshold\b.*$", re.MULTILINE)
 
 
 def rule_files(rule: Rule | None) -> dict[str, str]:
-    """Return the contents of the files that the rule's class needs, keyed by file name. Dense models have RULE = None.
+    """Return the files that the rule's class needs, keyed by name. For dense models, RULE is None.
 
     A rule from another package must be a single file that imports nothing from this package except
     `expert_threshold.routing`. Raises ValueError if it is not, or if its source cannot be found.
@@ -47,12 +47,12 @@ def rule_files(rule: Rule | None) -> dict[str, str]:
 
 
 def _flat(module: str) -> str:
-    """Return a module's name in an exported folder. A file with the package's name would shadow the package."""
+    """Return a module's name in an exported folder, where a file with the package's name would shadow the package."""
     return "routing_expert_threshold" if module == "expert_threshold" else module
 
 
 def _require_alone(path: Path, text: str) -> None:
-    """Raise ValueError if a rule's file imports neighbouring files, or names that `routing` does not export."""
+    """Raise ValueError if a rule's file imports neighbouring files or names that `routing` does not export."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level:
             raise ValueError(f"{path} imports neighbouring files; an exported rule must be a single file")
@@ -62,7 +62,7 @@ def _require_alone(path: Path, text: str) -> None:
 
 
 def _add(files: dict[str, str], module: str, text: str) -> None:
-    """Add a module, and recursively the modules of `routing` that it imports, including `option.py` one folder up."""
+    """Add a module and, recursively, the modules of `routing` that it imports, including `option.py` one folder up."""
     if (file := f"{_flat(module)}.py") in files:
         return
     text = text.replace("from ..option import", "from .option import")

@@ -49,11 +49,11 @@ ROUTERS = {
     "DeepseekV3TopkRouter": _of_sigmoid,
     "NemotronHTopkRouter": _of_sigmoid,
 }
-"""The classes of routers that can be swapped, each with the rule that routes in the same way."""
+"""The router classes that can be swapped, each with a function that returns the rule by which it routes."""
 
 
 class Inputs(NamedTuple):
-    """The shape (batch, time) of a model's input, which its routers see flattened, and the mask if there is padding."""
+    """The shape (batch, time) of a model's input, which routers see flattened, and its mask if there is padding."""
 
     rows: tuple[int, int]
     mask: Tensor | None
@@ -64,7 +64,7 @@ class SwappedRouter(Router):
 
     A call returns what the original router returns: scores (tokens, num_scores), and weights and ids of experts
     (tokens, K). K is the largest fanout of any token, and tokens with fewer experts are padded with others of weight 0.
-    Hooks receive the whole routing, which `follow` needs.
+    Hooks receive the whole routing because `follow` needs it.
     """
 
     bias: Tensor | None
@@ -95,7 +95,7 @@ class SwappedRouter(Router):
         return scores, weights.to(hidden.dtype), ids
 
     def note(self, inputs: Inputs, checkpointed: bool) -> None:
-        """Store the inputs of a forward pass, and whether they differ from a pass that may yet be recomputed."""
+        """Store the inputs of a forward pass and whether they differ from a pass that may yet be recomputed."""
         if self.recomputed or not self.waits:
             self.waits, self.mixed = checkpointed and self.training and torch.is_grad_enabled(), False
         elif self.inputs is not None:
@@ -126,7 +126,7 @@ def routers(model: nn.Module) -> dict[str, Any]:
 
 
 def own_rule(model: nn.Module) -> Rule:
-    """Return the rule that routes as the model does. Raises ValueError if no router can be swapped."""
+    """Return the rule by which the model routes. Raises ValueError if no router can be swapped."""
     router = next(iter(routers(model).values()))
     return router.rule if isinstance(router, SwappedRouter) else ROUTERS[type(router).__name__](router)
 
@@ -138,14 +138,13 @@ def swap_rule(model: Model, rule: Rule | None = None) -> Model:
     cached repository that the model was loaded from. If the model already has the rule, nothing changes. Otherwise the
     state is new, except for the biases of a loss-free checkpoint. Swap before calling `fully_shard`, `compile`, or
     `follow(model, optimizer)`, which trains the rule. Tokens whose attention_mask is 0 are ignored.
-    Raises ValueError if the model or the rule is not suitable.
+    Raises ValueError if the model or the rule is unsuitable.
     """
     found = routers(model)
     config: Any = getattr(model, "config", None)
     if config is None:
         raise ValueError(f"{type(model).__name__} has no configuration; pass the transformers model, not a wrapper")
-    saved = rule is None
-    if rule is None:
+    if saved := rule is None:
         if getattr(config, SAVED, None) is None:
             raise ValueError("the model's configuration has no rule; pass rule=own_rule(model) or another rule")
         rule = rule_from_dict(getattr(config, SAVED))
@@ -183,13 +182,13 @@ def _require_fits(rule: object, found: Iterable[Any]) -> None:
 
 
 def _note_inputs(base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Pass the input's shape and padding mask to the routers, which only see a flat list of tokens."""
+    """Pass the input's shape and padding mask to the routers, which see only a flat list of tokens."""
     tokens = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs["inputs_embeds"] if tokens is None else tokens
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    rows: tuple[int, int] = (tokens.shape[0], tokens.shape[1])
+    batch, time = tokens.shape[:2]
     padded = isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all()
-    inputs = Inputs(rows, mask[:, -rows[1] :].bool() if padded else None)
+    inputs = Inputs((batch, time), mask[:, -time:].bool() if padded else None)
     # transformers has renamed this property, and reading it under the old name raises a warning.
     name = "is_activation_checkpointing"
     checkpointed = getattr(base, name if hasattr(type(base), name) else "is_gradient_checkpointing")
@@ -201,7 +200,7 @@ def _note_inputs(base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 def _saved_states(model: Any, layers: int) -> list[dict[str, Tensor]]:
     """Return the routers' states, in layer order, from the model's folder or cached repository.
 
-    transformers saves some architectures under different names than it loads, so layers are matched by number.
+    transformers saves some architectures under other names than it loads them by, so layers are matched by number.
     """
     folder = Path(str(model.name_or_path))
     if not folder.is_dir():

@@ -2,7 +2,7 @@
 
 Importing this file registers the type `expert_threshold` with transformers' Auto classes. The file imports only torch,
 transformers and the routing rule: `et export` copies it and the rule next to the weights, so that the folder loads
-even where the package is not installed (`trust_remote_code=True`).
+without the package (`trust_remote_code=True`).
 
 A token is routed by its own scores alone, so padding and other texts in the batch do not affect it. Cutoffs do not
 change, even in fine-tuning, unless `expert_threshold.integrations.follow` updates them together with the weights.
@@ -64,7 +64,7 @@ def make_rule(options: dict[str, Any]) -> Any:
 class ExpertThresholdConfig(PreTrainedConfig):
     """The model's options, named as in expert_threshold. `rule` contains all options of the routing rule.
 
-    run: facts about the training run for `et import`; they do not affect the model.
+    run: facts about the training run for `et import`, which do not affect the model.
 
     No field may have a name such as num_experts or num_local_experts, since vLLM would then replace `experts` with its
     own, which use SiLU.
@@ -131,7 +131,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save the configuration and the model's code, which `PreTrainedModel.save_pretrained` then pushes too."""
+        """Save the configuration and the model's code, so that `PreTrainedModel.save_pretrained` pushes both."""
         assert self.rule is not None
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         for name, text in _sources(self.rule).items():
@@ -139,23 +139,23 @@ class ExpertThresholdConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Return True if the layer has a table of value embeddings."""
+        """Return whether the layer has a table of value embeddings."""
         alternates = self.value_embeddings == "alternate" and layer % 2 == (self.layers - 1) % 2
         return alternates or self.value_embeddings == "all"
 
     def has_key_offset(self, layer: int) -> bool:
-        """Return True if half of every key in the layer comes from the previous token."""
+        """Return whether half of every key in the layer comes from the previous token."""
         return self.key_offset == "all" or (self.key_offset == "last" and layer == self.layers - 1)
 
     def window(self, layer: int) -> int | None:
-        """Return the number of previous tokens that a token sees in the layer, or None if it sees all."""
+        """Return how many previous tokens a token sees in the layer, or None if it sees all."""
         if self.windows is None or layer == self.layers - 1 or self.windows[layer % len(self.windows)] == "L":
             return None
         return 128 * -(-self.context // 512) if self.short_window is None else self.short_window
 
     @property
     def layer_types(self) -> list[str]:
-        """Return the cache type of each layer: full or sliding attention, and hybrid where smear's state is kept."""
+        """The cache type of each layer: full or sliding attention, and hybrid where smear's state is kept."""
         kinds = ["full_attention" if self.window(i) is None else "sliding_attention" for i in range(self.layers)]
         if self.smear:
             kinds[0] = "hybrid" if self.window(0) is None else "hybrid_sliding"
@@ -163,29 +163,29 @@ class ExpertThresholdConfig(PreTrainedConfig):
 
     @property
     def sliding_window(self) -> int | None:
-        """Return how many keys a short layer caches: its window, the token itself, and one more with key offset."""
+        """How many keys a short layer caches: its window, the token itself, and one more with key offset."""
         windows = [window for window in map(self.window, range(self.layers)) if window is not None]
         return windows[0] + 1 + (self.key_offset == "all") if windows else None
 
 
 def norm(x: Tensor) -> Tensor:
-    """Parameter-free RMSNorm over the last dimension."""
+    """Apply RMSNorm without parameters over the last dimension."""
     return F.rms_norm(x, (x.shape[-1],))
 
 
 def within(window: int) -> Callable[[int, int, int, int], bool]:
-    """Return a mask function (batch, head, query, key) that allows keys up to `window` before the query."""
+    """Return a mask function of (batch, head, query, key) that allows keys up to `window` before the query."""
     return lambda batch, head, query, key: key >= query - window
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of x (batch, heads, time, head_dim) against each other by the positions' angles (RoPE)."""
+    """Rotate x (batch, heads, time, head_dim), its two halves paired, by the positions' angles (RoPE)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
 
 
 def delay(keys: Tensor, continues: Tensor | None) -> Tensor:
-    """Return rotated keys (batch, heads, time, head_dim) whose slowest-rotating half is taken from the previous token.
+    """Return rotated keys (batch, heads, time, head_dim), their slowest-rotating half taken from the previous token.
     That half is zero for the first token and where `continues` (batch, time) is False.
     """
     pairs = keys.shape[-1] // 2
@@ -197,7 +197,7 @@ def delay(keys: Tensor, continues: Tensor | None) -> Tensor:
 
 
 def starting(module: Any, start: str) -> Any:
-    """Return the module, marked so that `_init_weights` initializes it in the way named by `start`."""
+    """Mark the module so that `_init_weights` initializes it in the way named by `start`, and return it."""
     module.start = start
     return module
 
@@ -240,10 +240,8 @@ class Attention(nn.Module):
         """Return the output, and the attention weights if computed. x: (batch, time, d_model); cos, sin:
         (batch, 1, time, head_dim / 2); tokens, seen, continues: (batch, time), or None.
         """
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
+        projected = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value))
+        q, k, v = (each.transpose(1, 2) for each in projected)
         if self.value_embed is not None:
             if tokens is None:
                 raise ValueError("value embeddings need the tokens; pass input_ids, not inputs_embeds")
@@ -280,8 +278,8 @@ class FeedForward(nn.Module):
 class Router(nn.Module):
     """Computes scores in float32 and routes tokens by the rule as at inference.
 
-    The dtypes of weight and state are fixed: transformers keeps them when it loads the model in another dtype.
-    The state is saved with the weights, keeps its dtypes under any cast, and is never updated here.
+    The dtypes of weight and state are fixed: transformers keeps them when it loads the model in another dtype, and the
+    state keeps them under any cast. The state is saved with the weights and is never updated here.
     """
 
     def __init__(self, config: ExpertThresholdConfig) -> None:
@@ -320,8 +318,8 @@ class Router(nn.Module):
 
 
 def chosen(rule: Any, routing: Any, gate_norm: str | None) -> tuple[Tensor, ...]:
-    """Return a routing as `Router.forward` does. K is the largest fanout of any token, or a bound in a traced graph.
-    A token with fewer experts is padded with others, each at most once, of weight 0.
+    """Convert a routing to what `Router.forward` returns. K is the largest fanout of any token, or a bound in a traced
+    graph. A token with fewer experts is padded with others of weight 0, each at most once.
     """
     gates, assignment = (part[..., : rule.num_experts].flatten(0, 1) for part in (routing.gates, routing.assignment))
     if gate_norm == "fanout":
@@ -370,8 +368,8 @@ class StackedExperts(nn.Module):
 class Experts(StackedExperts):
     """Passes only the token–expert pairs with nonzero weight to an implementation, each as a token with one expert.
 
-    This avoids computing experts that a token does not use. A traced graph cannot have a data-dependent number
-    of pairs, so all K are passed there.
+    Experts that a token does not use are thus not computed. A traced graph cannot have a data-dependent number of
+    pairs, so all K are passed there.
     """
 
     def __init__(self, config: ExpertThresholdConfig) -> None:
@@ -429,7 +427,7 @@ class Block(GradientCheckpointingLayer):
 
 
 def _sources(rule: dict[str, Any]) -> dict[str, str]:
-    """Return the contents of this file and of the rule's files, keyed by their names in an exported folder."""
+    """Return the contents of this file and of the rule's files, keyed by name in an exported folder."""
     here = Path(__file__)
     if (here.parent / f"{RULE_FILE}.py").is_file() or __package__ != "expert_threshold.integrations":
         files = (path for path in here.parent.glob("*.py") if path.name != "__init__.py")
@@ -446,7 +444,7 @@ STARTS = {
     "backout_scalar": (0.2, 0.2),
     "smear_scalar": (0.0, 0.0),
 }
-"""The initial values of these parameters, which go linearly from the first number to the second."""
+"""The initial values of these parameters, which run linearly from the first number to the second."""
 
 
 class ExpertThresholdPreTrainedModel(PreTrainedModel):
@@ -481,7 +479,7 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
     ) -> dict[str, Any]:
         """Return the attention masks of long and short layers, and `seen` (batch, time), 0 for padding, or None.
 
-        Raises ValueError if layers have windows and the attention_mask does not have two dimensions.
+        Raises ValueError if layers have windows and the attention_mask is not two-dimensional.
         """
         windows = [config.window(layer) for layer in range(config.layers)]
         if attention_mask is not None and attention_mask.ndim != 2 and set(windows) != {None}:
@@ -503,7 +501,7 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize as in the paper (Appendix C). The last layers of residual branches and the head are zero."""
+        """Initialize as in the paper (Appendix C). The head and the last layer of each residual branch are zero."""
         start = getattr(module, "start", None)
         for name, weight in module.named_parameters(recurse=False):
             if name in STARTS:
@@ -562,8 +560,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         self.post_init()
 
     def _refuse_flat_batches(self, **kwargs: Any) -> None:
-        """Raise ValueError if requests share a row and cache only keys and values, but the model needs more than those.
-        In vLLM and in transformers' continuous batching, it could silently read the tokens of another request.
+        """Raise ValueError if requests share a row and cache only keys and values but the model needs more than those.
+        In vLLM and in transformers' continuous batching, it could silently read another request's tokens.
         """
         own = self.config._attn_implementation in (None, *ALL_MASK_ATTENTION_FUNCTIONS._global_mapping)
         flags = {"smear": "--no-model.smear", "key_offset": "--model.key-offset none"}
@@ -592,9 +590,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         Hidden states are the inputs of the blocks, before residual and skip scalars, followed by the head's input.
         Without a cache, sequences may share a row: a new one starts wherever position_ids do not increase by 1.
         """
-        if kwargs.get("output_attentions", self.config.output_attentions) and (
-            self.config._attn_implementation != "eager"
-        ):
+        wants_attentions = kwargs.get("output_attentions", self.config.output_attentions)
+        if wants_attentions and self.config._attn_implementation != "eager":
             raise ValueError("output_attentions=True needs attention weights; load with attn_implementation='eager'")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds")
@@ -608,9 +605,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
             self._require_whole_sequences(attention_mask, position_ids, past_key_values)
         if position_ids is None:
             position_ids = past + torch.arange(embedded.shape[1], device=embedded.device)[None]
-        masks = attention_mask
-        if not isinstance(masks, dict):
-            masks = self.create_masks_for_generate(self.config, embedded, attention_mask, past_key_values, position_ids)
+        given = (self.config, embedded, attention_mask, past_key_values, position_ids)
+        masks = attention_mask if isinstance(attention_mask, dict) else self.create_masks_for_generate(*given)
         seen = masks["seen"]
         if use_cache and self.routes_by_token and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -632,7 +628,7 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
 
     def _require_whole_sequences(self, mask: Any, position_ids: Tensor | None, cache: Cache | None) -> None:
         """Raise ValueError unless every row is a single whole sequence. Caches do not store the scores of earlier
-        tokens, and the scores of padding or of another sequence would be counted.
+        tokens, and scores of padding or of other sequences would be counted.
         """
         padded = isinstance(mask, Tensor) and not mask.all()
         packed = position_ids is not None and bool((position_ids.diff() != 1).any())
@@ -662,7 +658,7 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         return y
 
     def rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines (batch, 1, time, head_dim / 2) of positions (batch, time)."""
+        """Return cosines and sines (batch, 1, time, head_dim / 2) for positions (batch, time)."""
         head_dim = self.config.d_model // self.config.heads
         steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
         angles = position_ids[:, None, :, None] * self.config.rotary_base ** (-steps / head_dim)
@@ -720,7 +716,7 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
 
 
 class ExpertThresholdForSequenceClassification(GenericForSequenceClassification, ExpertThresholdPreTrainedModel):
-    """The model with a linear layer that scores each label from the last token."""
+    """The model with a linear layer that scores each label at the last token."""
 
     def __init__(self, config: Any) -> None:
         ExpertThresholdPreTrainedModel.__init__(self, config)  # the other base uses AutoModel, which needs the network
