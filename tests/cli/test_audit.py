@@ -36,9 +36,7 @@ def test_training_that_looks_ahead_gives_1(run: Path, capsys: pytest.CaptureFixt
     assert {check["what"] for check in found["checks"] if check["changed"]} >= {"later tokens", "neighbours"}
 
 
-def test_an_export_is_audited_with_padding(
-    run: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_is_audited_padded(run: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
     assert et("export", run, "--to", tmp_path / "export") == 0

@@ -59,9 +59,7 @@ def small() -> Options:
     return ["tiny", *SIZES.split(), "--threads", 1, "--eval-tokens", 64]
 
 
-def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
-    world: None, cache: Path, small: Options, refused: Refused, tmp_path: Path
-) -> None:
+def test_from_shards_to_runs(world: None, cache: Path, small: Options, refused: Refused, tmp_path: Path) -> None:
     assert "3 shards" in said("data", "fineweb-edu", "--shards", 2)
     assert not (cache / "fineweb-edu" / ".lock").exists()
     assert et("data", "tokenizer", "--vocab-size", 270, "--characters", 1000) == 0
@@ -80,9 +78,7 @@ def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
     refused(other, "vocab_size=271, but ", "have a vocabulary of 270; use --vocab-size 270")
 
 
-def test_more_shards_do_not_change_the_runs_that_began_before(
-    world: None, cache: Path, small: Options, refused: Refused, tmp_path: Path
-) -> None:
+def test_more_shards_change_no_run(world: None, cache: Path, small: Options, refused: Refused, tmp_path: Path) -> None:
     run, text = tmp_path / "run", [*small, "--steps", 2, "--data", "fineweb-edu"]
     assert et("data", "fineweb-edu", "--shards", 2) == 0
     assert et("train", *text, "--checkpoint-every", 1, "--out", run) == 0
@@ -109,9 +105,7 @@ def test_more_shards_do_not_change_the_runs_that_began_before(
     refused(["train", "tiny", "--data.train-shards", 1, *none], "embedded has no Parquet shards; omit the option")
 
 
-def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_it(
-    refused: Refused, tmp_path: Path
-) -> None:
+def test_shards_in_a_subfolder_find_the_tokenizer_that_was_made_for_them(refused: Refused, tmp_path: Path) -> None:
     """Regression: it was written next to the folder, but looked for next to the shards."""
     shards = write_shards(tmp_path / "text" / "data", TEXTS)
     assert et("data", "tokenizer", tmp_path / "text", "--vocab-size", 270) == 0

@@ -45,9 +45,7 @@ def read(run: Path) -> Any:
     return read_json(run / "evaluation.json")
 
 
-def test_runs_stand_side_by_side_and_each_gets_its_file(
-    runs: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_shown_together_and_each_saved(runs: Path, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert et("evaluate", runs / "threshold", runs / "choice", "--bundle", bundle, "--dtype", "float32") == 0
     printed = capsys.readouterr()
     for name in ("validation loss", "bits per byte", "by training pools, gap", "copy", "animals", "CORE", "cropped"):
@@ -68,9 +66,7 @@ def test_runs_stand_side_by_side_and_each_gets_its_file(
         assert result["core"]["metric"] == pytest.approx(sum(task["centred"] for task in tasks.values()) / 2)
 
 
-def test_saved_results_are_measured_again_only_for_other_questions_or_prompts(
-    runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_other_questions_and_prompts_are_asked(runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, asked = runs / "choice", list[str]()
     ask = results.evaluate_task
 
@@ -150,9 +146,7 @@ def test_a_loss_of_other_tokens_is_measured_by_itself(copy: Path) -> None:
     assert counts[1] < counts[0] == counts[2]
 
 
-def test_a_missing_bundle_is_reported_with_the_command_to_get_it(
-    runs: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_bundle_is_reported_with_advice(runs: Path, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert et("evaluate", runs / "threshold", "--json") == 0
     printed = capsys.readouterr()
     json.loads(printed.out)
@@ -162,9 +156,7 @@ def test_a_missing_bundle_is_reported_with_the_command_to_get_it(
         assert "CORE was not evaluated" not in capsys.readouterr().err
 
 
-def test_an_evaluation_of_less_takes_nothing_from_one_of_more(
-    runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluating_less_loses_nothing_of_more(runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One task left CORE unknown, fewer questions replaced those of all, other baselines dropped the other tasks."""
     run = runs / "threshold"
     evaluate = ["evaluate", run, "--bundle", bundle, "--no-validation", "--json"]
@@ -199,9 +191,7 @@ def test_an_evaluation_of_less_takes_nothing_from_one_of_more(
     assert read(run)["core"]["tasks"] == moved["tasks"]
 
 
-def test_a_text_called_validation_stands_beside_the_run_s_own(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_called_validation_is_another_one(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "validation").mkdir()
     (tmp_path / "validation" / "text.txt").write_text("the cat sat on the mat " * 50)
@@ -229,9 +219,7 @@ def test_harness_tasks_keep_the_saved_results_of_others(runs: Path) -> None:
     assert {name: found["acc"]["value"] for name, found in saved.read()["harness"].items()} == {"a": 0.1, "b": 0.5}
 
 
-def test_a_core_belongs_to_one_bundle_and_its_tasks(
-    runs: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_core_belongs_to_a_bundle(runs: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the CORE of a second bundle, with one task, was shown with both bundles' tasks, also on a card."""
     run = runs / "threshold"
     one = Path(shutil.copytree(bundle, tmp_path / "one"))
@@ -297,9 +285,7 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
         assert result["tasks"]["agi_eval_lsat_ar"]["centred"] == centred(0.5, baseline)
 
 
-def test_a_run_whose_text_has_changed_is_gone_or_unknown_is_refused_with_the_remedy(
-    copy: Path, text: Path, refused: Refused, tmp_path: Path
-) -> None:
+def test_a_changed_missing_or_unknown_text_is_refused(copy: Path, text: Path, refused: Refused, tmp_path: Path) -> None:
     """Regression: for a missing text, the remedy was that of `et train`, another text."""
     own = tmp_path / "own.jsonl"
     own.write_text(text.read_text() + '{"text": "more"}\n')

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cases import write_shards
+from commands import write_lines
 from expert_threshold.data import open_held_out, open_source
-
-
-def write(path: Path, *records: dict[str, Any]) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def held_out(source: object, **options: str) -> list[str]:
     return list(open_held_out(str(source), **options).documents("validation"))
 
 
-def test_embedded_holds_out_its_validation_split_and_code_only_the_source(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_embedded_holds_out_its_validation_split_and_code_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     split = [("a.py", "x = 1"), ("a.py#docstrings", "prose"), ("pydoc_data/topics.py#if", "more prose")]
     monkeypatch.setattr("expert_threshold.data.embedded.documents", lambda: ([("b.py", "y = 2")], split))
     assert held_out("embedded") == ["x = 1", "prose", "more prose"]
@@ -39,20 +30,20 @@ def test_of_shards_it_is_the_last_and_of_one_file_everything(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["test.jsonl", "validation-00000-of-00001.jsonl"])
 def test_a_folder_holds_out_its_files_named_test_or_validation(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "train.jsonl", {"text": "for training"})
+    write_lines(tmp_path / "train.jsonl", [{"text": "for training"}])
     assert held_out(tmp_path) == ["for training"]
-    write(tmp_path / name, {"text": "held out"}, {"text": "  "})
+    write_lines(tmp_path / name, [{"text": "held out"}, {"text": "  "}])
     assert held_out(tmp_path) == ["held out"]
 
 
 def test_questions_stand_above_their_answers(tmp_path: Path) -> None:
-    math = write(tmp_path / "math.jsonl", {"question": "1 + 1?", "answer": "2"}, {"question": "2 + 2?", "answer": "4"})
-    code = write(tmp_path / "code.jsonl", {"task_id": "1", "prompt": "def f():\n", "canonical_solution": "    pass\n"})
+    sums = [{"question": "1 + 1?", "answer": "2"}, {"question": "2 + 2?", "answer": "4"}]
+    math = write_lines(tmp_path / "math.jsonl", sums)
+    code = [{"task_id": "1", "prompt": "def f():\n", "canonical_solution": "    pass\n"}]
     assert held_out(math) == ["1 + 1?\n2", "2 + 2?\n4"]
-    assert held_out(code) == ["def f():\n    pass\n"]
+    assert held_out(write_lines(tmp_path / "code.jsonl", code)) == ["def f():\n    pass\n"]
     assert held_out(math, text_field="answer") == ["2", "4"]
-    text = write(tmp_path / "text.jsonl", {"question": "a", "answer": "b", "text": "c"})
-    assert held_out(text) == ["c"]
+    assert held_out(write_lines(tmp_path / "text.jsonl", [sums[0] | {"text": "c"}])) == ["c"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from expert_threshold.data import public
-from expert_threshold.data.public import VARIABLE, cache_folder, download, fetch
+from expert_threshold.data.public import VARIABLE, cache_folder, download, fetch, unzip
 from hub import Handler, Server, hub_server, point_at
 
 hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub: pip install -e '.[hub]'")
@@ -47,6 +47,8 @@ def test_missing_files_arrive_and_nothing_else_is_left(server: Server, tmp_path:
     assert left_over(tmp_path) == ["a", "folder", "there"]
     assert seen == sorted(seen)
     assert seen[-1] == (len(CONTENT) + 5, len(CONTENT) + 5)
+    with pytest.raises(ValueError, match="someone/text has no file missing on the Hugging Face hub"):
+        download(SET, ["a", "missing"], tmp_path)
 
 
 def test_the_next_call_goes_on_after_the_last_complete_file(server: Server, tmp_path: Path) -> None:
@@ -71,16 +73,8 @@ def test_contents_are_checked_against_the_hash_that_the_hub_states(server: Serve
     assert (tmp_path / "a").read_bytes() == CONTENT
 
 
-def test_a_file_that_is_not_there_is_named(server: Server, tmp_path: Path) -> None:
-    server.files["a"] = CONTENT
-    with pytest.raises(ValueError, match="someone/text has no file missing on the Hugging Face hub"):
-        download(SET, ["a", "missing"], tmp_path)
-
-
 @pytest.mark.parametrize("offline", [True, False])
-def test_without_a_network_there_is_one_clear_line(
-    offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_network_one_line_says_so(offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as closed:
         url = f"http://127.0.0.1:{closed.server_port}"
@@ -101,11 +95,8 @@ def test_without_the_library_it_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_full_disk_is_the_systems_error(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server.files["a"] = CONTENT
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(hub.HfApi, "hf_hub_download", full)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(hub.HfApi, "hf_hub_download", mock.Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left"):
         download(SET, ["a"], tmp_path)
 
@@ -133,8 +124,7 @@ def test_a_redirect_from_https_to_http_is_refused(tmp_path: Path, monkeypatch: p
 # The data sets.
 
 
-def no_progress(done: int, total: int) -> None:
-    pass
+def no_progress(done: int, total: int) -> None: ...
 
 
 def zipped(names: dict[str, bytes]) -> bytes:
@@ -191,26 +181,22 @@ def test_the_eval_bundle_is_unpacked_and_found(server: Server, tmp_path: Path, m
         (b"no archive", "File is not a zip file"),
         (zipped({"other/core.yaml": b""}), "it has no folder eval_bundle"),
         (zipped({"eval_bundle/a": CONTENT[:5000]}).replace(CONTENT[100:200], bytes(100)), "Bad CRC-32|invalid"),
+        (zipped({"eval_bundle/a": bytes(10_001)}), "it would unpack into more than"),
     ],
 )
-def test_a_damaged_archive_is_refused_entirely(archive: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_damaged_or_oversized_archive_is_refused_entirely(
+    archive: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(public, "MOST_BYTES", 10_000)
     (tmp_path / "a.zip").write_bytes(archive)
     with pytest.raises(ValueError, match=rf"a\.zip cannot be unpacked \(.*({reason}).*\); delete it and download it"):
-        public.unzip(tmp_path / "a.zip", tmp_path / "out", "eval_bundle")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_archive_that_would_fill_the_disk_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(public, "MOST_BYTES", 10_000)
-    (tmp_path / "a.zip").write_bytes(zipped({"eval_bundle/a": bytes(10_001)}))
-    with pytest.raises(ValueError, match="it would unpack into more than"):
-        public.unzip(tmp_path / "a.zip", tmp_path / "out", "eval_bundle")
+        unzip(tmp_path / "a.zip", tmp_path / "out", "eval_bundle")
     assert left_over(tmp_path) == ["a.zip"]
 
 
 def test_an_archive_writes_nowhere_else(tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(zipped(BUNDLE | {"../../evil": b"", "/evil": b"", "eval_bundle/../../evil": b""}))
-    public.unzip(tmp_path / "a.zip", tmp_path / "in" / "out", "eval_bundle")
+    unzip(tmp_path / "a.zip", tmp_path / "in" / "out", "eval_bundle")
     assert not (tmp_path / "evil").exists()
     assert left_over(tmp_path / "in") == ["out"]
 

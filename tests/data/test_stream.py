@@ -76,8 +76,7 @@ def epoch_of(loader: Loader, epoch: int) -> list[int]:
 
 
 def assert_equal(first: Batch, second: Batch) -> None:
-    torch.testing.assert_close(first.tokens, second.tokens, rtol=0, atol=0)
-    torch.testing.assert_close(first.targets, second.targets, rtol=0, atol=0)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 FULL_PARTS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=6), min_size=1, max_size=12).map(Parts)
@@ -87,9 +86,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 @given(FULL_PARTS | IN_MEMORY, st.integers(1, 6), SEEDS, st.integers(1, 3))
-def test_every_token_of_every_block_is_a_target_once_per_epoch(
-    parts: Parts | Tokens, context: int, seed: int, threads: int
-) -> None:
+def test_every_token_is_a_target_once_per_epoch(parts: Parts | Tokens, context: int, seed: int, threads: int) -> None:
     loader = Loader(parts, 1, context, seed, threads=threads)
     for epoch in range(3):
         assert Counter(epoch_of(loader, epoch)) == Counter(parts.ids)
@@ -97,9 +94,7 @@ def test_every_token_of_every_block_is_a_target_once_per_epoch(
 
 
 @given(PARTS | IN_MEMORY, st.integers(1, 4), st.integers(1, 6), SEEDS, st.integers(0, 20))
-def test_resuming_equals_never_having_stopped(
-    parts: Parts | Tokens, batch_size: int, context: int, seed: int, batches: int
-) -> None:
+def test_resuming_is_going_on(parts: Parts | Tokens, batch_size: int, context: int, seed: int, batches: int) -> None:
     loader = Loader(parts, batch_size, context, seed)
     for _ in range(batches):
         next(loader)
@@ -115,8 +110,7 @@ def test_ranks_together_equal_one(parts: Parts | Tokens, batch_size: int, contex
     whole = Loader(parts, ranks * batch_size, context, seed)
     each = [Loader(parts, batch_size, context, seed, rank, ranks) for rank in range(ranks)]
     for _ in range(5):
-        drawn = [next(loader) for loader in each]
-        joined = Batch(torch.cat([batch.tokens for batch in drawn]), torch.cat([batch.targets for batch in drawn]))
+        joined = Batch(*map(torch.cat, zip(*map(next, each), strict=True)))
         assert_equal(joined, next(whole))
         assert {loader.position for loader in each} == {whole.position}
 
@@ -125,7 +119,7 @@ def test_ranks_that_share_the_reading_equal_one_and_fail_together(tmp_path: Path
     run_on_ranks(Path(__file__).with_name("across_ranks.py"), 2, tmp_path)
 
 
-def test_blocks_hold_parts_from_all_over_and_differ_from_epoch_to_epoch() -> None:
+def test_blocks_hold_parts_from_all_over_and_differ_from_epoch_to_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts([[5, 5, 5]] * 64)
     blocks = Stream(parts, seed=0)
     assert blocks.count(0) == blocks.count(1) == 64
@@ -135,11 +129,8 @@ def test_blocks_hold_parts_from_all_over_and_differ_from_epoch_to_epoch() -> Non
     assert sorted(np.concatenate(layout).tolist()) == list(range(64))
     assert [part.tolist() for part in layout] != [part.tolist() for part in blocks._layout(1)]
     assert layout[0].tolist() != list(range(len(layout[0])))
-
-
-def test_a_small_corpus_is_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert Stream(Parts([[5]] * 9), seed=0).count(0) == 1
+    assert Stream(Parts([[5]] * 9), seed=0).count(0) == 1, "a small corpus is one block"
 
 
 def test_threads_work_ahead_of_the_batches() -> None:
@@ -205,18 +196,15 @@ def test_memory_stays_flat_over_blocks_and_epochs(monkeypatch: pytest.MonkeyPatc
 # Parquet.
 
 
-def test_shards_are_opened_without_reading_their_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_shards(tmp_path / "shards", TEXTS, 4, 16)
+def test_shards_are_opened_without_reading_their_text(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyarrow.parquet.ParquetFile.iter_batches", None)
-    corpus = open_source(str(folder))
-    assert corpus.sizes["train"].documents == 180
-    assert corpus.sizes["validation"].documents == 60
+    corpus = open_source(corpus.name)
+    assert [size.documents for size in corpus.sizes.values()] == [180, 60]
     assert corpus.bytes == pytest.approx(sum(len(text.encode()) for text in TEXTS), rel=0.25)
 
 
-def test_the_hash_of_shards_follows_names_and_contents(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "shards", TEXTS, 4, 16)
-    before = open_source(str(folder)).hash
+def test_the_hash_of_shards_follows_names_and_contents(corpus: Corpus, tmp_path: Path) -> None:
+    folder, before = Path(corpus.name), corpus.hash
     assert open_source(str(write_shards(tmp_path / "again", TEXTS, 4, 16))).hash == before
     (folder / "shard_0.parquet").rename(folder / "shard_00.parquet")
     assert open_source(str(folder)).hash != before
@@ -264,21 +252,15 @@ def test_fineweb_edu_opens_the_downloaded_shards(tmp_path: Path, monkeypatch: py
 # Tokens on disk.
 
 
-def tokenized(corpus: Corpus, tokenizer: Tokenizer, folder: Path, **options: Any) -> None:
-    write_tokens(
-        folder,
-        {split: corpus.parts(split, tokenizer) for split in corpus.sizes},
-        tokenizer,
-        {"corpus": corpus.hash, "sizes": {split: list(size) for split, size in corpus.sizes.items()}},
-        **options,
-    )
+def tokenized(corpus: Corpus, tokenizer: Tokenizer, folder: Path, **options: Any) -> Path:
+    about = {"corpus": corpus.hash, "sizes": {split: list(size) for split, size in corpus.sizes.items()}}
+    splits = {split: corpus.parts(split, tokenizer) for split in corpus.sizes}
+    write_tokens(folder, splits, tokenizer, about, **options)
+    return folder
 
 
-def test_tokens_on_disk_give_the_same_batches_as_their_shards(
-    corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    tokenized(corpus, tokenizer, tmp_path / "tokens")
-    stored = open_source(str(tmp_path / "tokens"))
+def test_tokens_on_disk_give_the_batches_of_their_shards(corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    stored = open_source(str(tokenized(corpus, tokenizer, tmp_path / "tokens")))
     assert (stored.hash, stored.sizes) == (corpus.hash, corpus.sizes)
     assert stored.tokenizer.hash == tokenizer.hash
     for split in corpus.sizes:
@@ -314,8 +296,6 @@ def test_tokenizing_resumes_where_it_was_interrupted(corpus: Corpus, tmp_path: P
 def test_tokenizing_goes_on_after_a_full_disk(
     corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "tokens"
-
     def full(self: Tokenizer, path: Path) -> None:
         path.write_text("{")
         raise OSError(28, "No space left on device")
@@ -323,14 +303,12 @@ def test_tokenizing_goes_on_after_a_full_disk(
     with monkeypatch.context() as patch:
         patch.setattr(Tokenizer, "save", full)
         with pytest.raises(OSError, match="No space left"):
-            tokenized(corpus, tokenizer, out)
-    tokenized(corpus, tokenizer, out)
-    assert open_source(str(out)).hash == corpus.hash
+            tokenized(corpus, tokenizer, tmp_path / "tokens")
+    assert open_source(str(tokenized(corpus, tokenizer, tmp_path / "tokens"))).hash == corpus.hash
 
 
 def test_a_folder_of_other_tokens_is_left_alone(corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    out = tmp_path / "tokens"
-    tokenized(corpus, tokenizer, out)
+    out = tokenized(corpus, tokenizer, tmp_path / "tokens")
     with pytest.raises(ValueError, match=r"contains tokens of another text or tokenizer; use another --out"):
         tokenized(corpus, Tokenizer.train(TEXTS, 290), out)
     with pytest.raises(ValueError, match=r"already exists and is not a token folder; use another --out"):
@@ -341,8 +319,7 @@ def test_a_folder_of_other_tokens_is_left_alone(corpus: Corpus, tmp_path: Path, 
 
 
 def test_damaged_token_files_are_named(corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    out = tmp_path / "tokens"
-    tokenized(corpus, tokenizer, out)
+    out = tokenized(corpus, tokenizer, tmp_path / "tokens")
     path = out / "train" / "000000.npz"
     whole = path.read_bytes()
     for damaged in (whole[:100] + bytes([whole[100] ^ 1]) + whole[101:], whole[:-1], b"", None):

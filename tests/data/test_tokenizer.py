@@ -40,10 +40,8 @@ def test_a_million_equal_characters_are_encoded(tokenizer: Tokenizer, text: str)
     """A stack overflow in the matcher used to end the process on long runs of blanks."""
     ids = tokenizer.encode(text * 1_000_000)
     assert tokenizer.decode_bytes(ids) == (text * 1_000_000).encode()
-
-
-def test_training_survives_a_million_blanks() -> None:
-    assert Tokenizer.train([" " * 1_000_000], 260).encode(" " * 8) == [258]
+    if text == " ":
+        assert Tokenizer.train([text * 1_000_000], 260).encode(text * 8) == [258]
 
 
 def test_training_is_deterministic_and_order_of_texts_does_not_matter() -> None:
@@ -58,30 +56,18 @@ def test_bos_is_the_last_id_and_no_text_encodes_to_it(tokenizer: Tokenizer) -> N
     assert tokenizer.decode(ids) == tokenizer.decode([tokenizer.bos]) == "<|bos|>"
     assert tokenizer.token_bytes()[tokenizer.bos] == 0
     assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,)
-
-
-def test_a_character_cut_in_two_is_shown_as_replaced(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode_bytes(list("漢".encode())[:2]) == "漢".encode()[:2]
-    assert tokenizer.decode(list("漢".encode())[:2]) == "\ufffd"
+    assert tokenizer.decode(list("漢".encode())[:2]) == "\ufffd", "a character cut in two is shown as replaced"
 
 
-def test_the_smallest_vocabulary_is_the_bytes(tokenizer: Tokenizer) -> None:
+def test_a_vocabulary_holds_the_bytes_and_no_more_than_the_text_supports() -> None:
+    """9,999,999 tokens of the embedded text were refused only after 49 seconds of merging."""
     assert Tokenizer.train(TEXT, 257).encode("né") == list("né".encode())
-
-
-def test_a_vocabulary_too_small_for_the_bytes_is_refused() -> None:
+    assert Tokenizer.train(["abab"], 259).vocab_size == 259
     with pytest.raises(ValueError, match=r"vocab_size=256 is too small; use at least 257"):
         Tokenizer.train(TEXT, 256)
-
-
-def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_largest_possible() -> None:
     with pytest.raises(ValueError, match=r"vocab_size=260 is too large for this text, which supports at most 259;"):
         Tokenizer.train(["abab"], 260)
-    assert Tokenizer.train(["abab"], 259).vocab_size == 259
-
-
-def test_a_vocabulary_beyond_all_texts_is_refused_before_merges_are_made() -> None:
-    """9,999,999 tokens of the embedded text were refused only after 49 seconds of merging."""
     with pytest.raises(ValueError, match=r"vocab_size=9999999 is too large; use at most 1048576"):
         Tokenizer.train(iter(lambda: 1 / 0, ""), 9_999_999)
 

@@ -13,16 +13,9 @@ import pytest
 import torch
 
 from cases import RULES, small_model
+from commands import write_lines
 from expert_threshold.data import Tokenizer
-from expert_threshold.evaluation import (
-    Answer,
-    ModelScorer,
-    Question,
-    Task,
-    centred,
-    evaluate_task,
-    read_bundle,
-)
+from expert_threshold.evaluation import Answer, ModelScorer, Question, Task, centred, evaluate_task, read_bundle
 from expert_threshold.evaluation.core import ask, choose_rows, continuations, is_right
 from expert_threshold.model import GPT
 from expert_threshold.routing import Rule
@@ -38,37 +31,20 @@ icl_tasks:
   num_fewshot: [1]
   icl_task_type: multiple_choice
   continuation_delimiter: "\\nAnswer: "
--
-  label: who
-  dataset_uri: who.jsonl
-  num_fewshot: [0]
-  icl_task_type: schema
-- label: capitals
-  dataset_uri: capitals.jsonl
-  num_fewshot: [2]
-  icl_task_type: language_modeling
-  has_categories: true
+- {label: who, dataset_uri: who.jsonl, num_fewshot: [0], icl_task_type: schema}
+- {label: capitals, dataset_uri: capitals.jsonl, num_fewshot: [2], icl_task_type: language_modeling}
 """
 COLOURS = [
     {"query": "Question: sky?", "choices": ["blue", "red"], "gold": 0},
     {"query": "Question: grass?", "choices": ["black", "green"], "gold": 1},
     {"query": "Question: blood?", "choices": ["grey", "red"], "gold": 1},
 ]
-WHO = [
-    {
-        "context_options": ["The cat saw the dog; the cat", "The cat saw the dog; the dog"],
-        "continuation": "ran.",
-        "gold": 1,
-    }
-]
+SAW = [f"The cat saw the dog; the {who}" for who in ("cat", "dog")]
+WHO = [{"context_options": SAW, "continuation": "ran.", "gold": 1}]
+CITIES = {"France": "Paris europe", "Peru": "Lima america", "Chile": "Santiago america", "Italy": "Rome europe"}
 CAPITALS = [
-    {"context": f"The capital of {country} is  ", "continuation": city, "category": category}
-    for country, city, category in (
-        ("France", "Paris", "europe"),
-        ("Peru", "Lima", "america"),
-        ("Chile", "Santiago", "america"),
-        ("Italy", "Rome", "europe"),
-    )
+    {"context": f"The capital of {country} is  ", "continuation": city.split()[0], "category": city.split()[1]}
+    for country, city in CITIES.items()
 ]
 BASELINES = "Eval Task,#shots,Random baseline\ncolours,1,50\nwho,0,50\ncapitals,2,0\nunused,0,12.5\n"
 
@@ -80,15 +56,14 @@ def bundle(tmp_path: Path) -> Path:
     (path / "core.yaml").write_text(CORE_YAML)
     (path / "eval_meta_data.csv").write_text(BASELINES)
     for name, rows in {"a/colours": COLOURS, "who": WHO, "capitals": CAPITALS}.items():
-        (path / "eval_data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(path / "eval_data" / f"{name}.jsonl", rows)
     return path
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.train(
-        ["the capital of Peru is Lima; the cat saw the dog; Question: sky? Answer: blue red"] * 4, 290
-    )
+    text = "the capital of Peru is Lima; the cat saw the dog; Question: sky? Answer: blue red"
+    return Tokenizer.train([text] * 4, 290)
 
 
 def task(kind: Any, rows: Sequence[dict[str, Any]], shots: int = 0, delimiter: str = " ") -> Task:
@@ -151,14 +126,10 @@ def test_multiple_choice_prompts_have_one_solved_example_of_another_row(bundle: 
     assert question == Question("multiple_choice", (solved + "black", solved + "green"), 1, None)
 
 
-def test_schema_prompts_differ_in_the_context(bundle: Path) -> None:
-    _, who, _ = read_bundle(bundle)
+def test_schema_prompts_differ_in_context_and_language_modelling_prompts_are_trimmed(bundle: Path) -> None:
+    _, who, capitals = read_bundle(bundle)
     prompts = ("The cat saw the dog; the cat ran.", "The cat saw the dog; the dog ran.")
     assert ask(who, WHO, 0) == Question("schema", prompts, 1, None)
-
-
-def test_language_modelling_prompts_are_trimmed_and_come_without_and_with_the_answer(bundle: Path) -> None:
-    _, _, capitals = read_bundle(bundle)
     assert random.Random(1234).sample([1, 2, 3], 2) == [2, 1]
     solved = "The capital of Chile is Santiago\n\nThe capital of Peru is Lima\n\nThe capital of France is"
     assert ask(capitals, CAPITALS, 0) == Question("language_modeling", (solved, solved + " Paris"), 0, "europe")
@@ -202,12 +173,7 @@ def test_the_first_of_the_lowest_penalties_is_the_answer() -> None:
     assert is_right(text, Answer([0]))
     assert not is_right(text, Answer([1]))
     assert not is_right(text, Answer([math.nan]))
-
-
-def test_centring_maps_chance_to_0_and_all_right_to_1() -> None:
-    assert centred(0.25, 0.25) == 0
-    assert centred(1.0, 0.62) == 1
-    assert centred(0.0, 0.5) == -1
+    assert [centred(*pair) for pair in ((0.25, 0.25), (1.0, 0.62), (0.0, 0.5))] == [0, 1, -1]
 
 
 # A model with random weights, on questions of every kind.
@@ -222,20 +188,15 @@ def make_model(tokenizer: Tokenizer, rule: Rule | None, context: int = 256) -> G
 def make_questions(kind: Any) -> list[Question]:
     chance = random.Random(0)
 
-    def text(words: int) -> str:
-        return " ".join(chance.choices(["the", "capital", "of", "Peru", "is", "a", "cat", "that", "saw"], k=words))
+    def text(most: int = 6, least: int = 1) -> str:
+        words = ["the", "capital", "of", "Peru", "is", "a", "cat", "that", "saw"]
+        return " ".join(chance.choices(words, k=chance.randint(least, most)))
 
-    rows: list[dict[str, Any]] = [
-        {
-            "query": text(5),
-            "choices": [text(chance.randint(1, 6)) for _ in range(3)],
-            "context_options": [text(chance.randint(1, 6)) for _ in range(2)],
-            "context": text(chance.randint(1, 6)),
-            "continuation": text(3),
-            "gold": 1,
-        }
-        for _ in range(9)
-    ]
+    def row() -> dict[str, Any]:
+        lists = {"choices": [text() for _ in range(3)], "context_options": [text() for _ in range(2)]}
+        return lists | {"query": text(5, 5), "context": text(), "continuation": text(3, 3), "gold": 1}
+
+    rows = [row() for _ in range(9)]
     asked = task(kind, rows, 2)
     return [ask(asked, rows, index) for index in range(len(rows))]
 

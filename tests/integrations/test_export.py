@@ -79,9 +79,7 @@ def test_the_model_card_has_the_run_s_numbers(tmp_path: Path) -> None:
     assert "5.2500" in (export_run(run.path, tmp_path / "third") / "README.md").read_text()
 
 
-def test_export_writes_over_nothing_and_leaves_nothing_half_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_overwrites_nothing_and_leaves_nothing_partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "run", small_model())
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").touch()
@@ -167,9 +165,7 @@ def pad_vocabulary(folder: Path, rows: int = 50) -> None:
         (config_with(architectures=["ExpertThresholdModel"]), r"no language-model head"),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused_before_anything_is_written(
-    tmp_path: Path, damage: Callable[[Path], object], message: str
-) -> None:
+def test_a_damaged_folder_is_not_imported(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     write_run(tmp_path / "run", small_model())
     folder = export_run(tmp_path / "run", tmp_path / "folder")
     damage(folder)

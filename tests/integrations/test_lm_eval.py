@@ -45,9 +45,7 @@ def log_probabilities(model: GPT, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
 
 
-def test_log_likelihoods_are_those_of_one_plain_forward_each(
-    lm: HarnessModel, model: GPT, tokenizer: Tokenizer
-) -> None:
+def test_log_likelihoods_are_those_of_plain_forwards(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:
     pairs = [(context, ending) for context in PROMPTS for ending in ("the mat", "cat sat on", "x")]
     pairs += [("the cat sat " * 30, "the hat"), ("the hat ", "of the cat")]
     for (context, ending), (found, greedy) in zip(
@@ -63,9 +61,7 @@ def test_log_likelihoods_are_those_of_one_plain_forward_each(
         assert greedy == bool((probabilities.argmax(1) == wanted).all())
 
 
-def test_a_continuation_longer_than_the_context_is_reported_and_its_end_scored(
-    lm: HarnessModel, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_a_too_long_continuation_the_end_is_scored(lm: HarnessModel, caplog: pytest.LogCaptureFixture) -> None:
     ((found, _),) = lm.loglikelihood(requests("loglikelihood", [("a", " the cat sat" * 60)]))
     assert found < 0
     assert f"with a context of {CONTEXT} tokens, only the ends of 1 continuations are scored" in caplog.text

@@ -146,9 +146,7 @@ def run(folder: Path, text: Path, out: Path, *options: object) -> int:
     return et("retrofit", folder, "--to", out, "--data", text, *FAST, *options)
 
 
-def test_a_run_is_retrofitted_and_its_report_is_what_the_new_folder_measures(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_measures_the_new_folder(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(tmp_path / "run", text)
     assert run(tmp_path / "run", text, tmp_path / "new", "--distill-routers", 30, "--lr", 0.01) == 0
     report, printed = read(tmp_path / "new" / "retrofit.json"), capsys.readouterr().out

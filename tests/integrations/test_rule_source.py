@@ -34,7 +34,7 @@ def rule_of(imports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modul
         ("from expert_threshold.model import GPT", "an exported rule may import only"),
     ],
 )
-def test_a_rule_that_needs_more_than_its_file_is_refused(
+def test_a_rule_of_two_files_is_refused(
     imports: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=words):
@@ -46,9 +46,7 @@ def test_the_rules_themselves_may_come_from_the_top(tmp_path: Path, monkeypatch:
     assert "from .routing import TokenChoice" in files["rule_mine.py"]
 
 
-def test_a_foreign_file_named_like_the_package_does_not_replace_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_file_named_as_the_package_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = rule_files(rule_of("from expert_threshold import TokenChoice", tmp_path, monkeypatch, "expert_threshold"))
     assert "class Mine" in files["rule_expert_threshold.py"]
     assert "class ExpertThreshold" in files["routing_expert_threshold.py"]

@@ -541,9 +541,7 @@ def test_saving_and_loading_and_importing_give_the_same_model(exported: Folder, 
 @pytest.mark.parametrize("rule", [OURS, "loss_free"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @torch.no_grad()
-def test_no_dtype_of_the_weights_changes_the_rule_s_state(
-    exported: Folder, rule: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_no_dtype_changes_the_rule_s_state(exported: Folder, rule: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Regression: the counter of steps, an integer, became float32 and was saved as such."""
     expected = routers(load(exported(rule)))
     state = {name: value for name, value in expected.items() if "state_" in name}
