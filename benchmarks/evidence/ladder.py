@@ -36,6 +36,7 @@ from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
 from expert_threshold.cli.run_options import parse_run, resolve_run
 from expert_threshold.compare.paired import corrected, paired
 from expert_threshold.model import GPT
+from expert_threshold.recipes import PAPER_TOKENS
 
 RULES = {
     "dense": "--rule dense",
@@ -44,14 +45,15 @@ RULES = {
     "quantile balancing": f"--rule quantile_balancing {SOFTMAX}",
 }
 Rung = tuple[int, int]  # width and tokens
+D12 = (768, PAPER_TOKENS)
 
 
 @cache
 def dense_parameters(width: int) -> int:
-    """Return the number of parameters of the dense model."""
-    given = ["quickstart", "--rule", "dense", "--d-model", str(width)]
+    """Return the number of parameters of the dense model, which is `quickstart` of this width, or else d12."""
+    given = ["d12"] if width == D12[0] else ["quickstart", "--d-model", str(width)]
     with torch.device("meta"):
-        model = GPT(resolve_run(parse_run("et train", "", [], given)).model)
+        model = GPT(resolve_run(parse_run("et train", "", [], [*given, "--rule", "dense"])).model)
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -106,6 +108,12 @@ def predict(records: list[Record], rung: Rung, pairs: int) -> Record:
                 name: interval(column) for name, column in zip(("g0", "a", "b"), coefficients.T, strict=True)
             }
     return made
+
+
+def extrapolate(records: list[Record]) -> str:
+    """Return the mean gap of expert threshold that the fit over all pairs gives for the paper's d12."""
+    mean, low, high = interval(Gaps(records, "expert threshold").bootstrap(D12, 1)[1])
+    return f"extrapolated to d12: {mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def table(records: list[Record]) -> str:
@@ -209,7 +217,7 @@ def main() -> None:
         print(json.dumps(predict(records, (width, megatokens * 1_000_000), len(asked.seeds)), indent=1))
     elif asked.show:
         tests, others = (read(asked.show / name) for name in ("test.jsonl", "rates.jsonl"))
-        print(table(records), rivals(records), rivals(tests), rates(others), sep="\n\n")
+        print(table(records), rivals(records), rivals(tests), rates(others), extrapolate(records), sep="\n\n")
         predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.prediction]
         draw(records, predictions, asked.show / "ladder.png")
     else:
