@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from torch import Tensor
 
-from expert_threshold.analysis.figures.plot import log_ticks, method_strokes, panels
+from expert_threshold.analysis.figures.plot import log_ticks, panels
 from expert_threshold.analysis.figures.style import ACCENT, INK, MUTED, SMALL, WIDE, Axes, Figure, strokes
 from expert_threshold.analysis.material import Material
 from expert_threshold.analysis.page import save_figure
@@ -231,14 +231,14 @@ def leakage_probe(material: Material) -> list[Data]:
 def draw_leakage_probe(probed: Sequence[Data]) -> Figure:
     """Draw the bits that an assignment in training leaks over pool size; a large dot is the pool trained with."""
     methods = [entry for entry in probed if any((array(entry[name]) > LEAST).any() for name in BITS)]
-    key = dict(method_strokes(methods))
+    key = strokes(methods)
     if any(entry["own"] in entry["tokens"] for entry in methods):
         key["pool in training"] = {"color": MUTED, "linestyle": "none", "marker": "o", "markersize": 6}
     x, y = "tokens in the pool", "bits per token, all layers"
     figure, every = panels(WIDE, list(BITS.values()), 1.9, x, y, columns=3, key=key)
     ticks = sorted({size for entry in methods for size in entry["tokens"]})
     for axes, name in zip(every, BITS, strict=True):
-        for entry, stroke in zip(methods, strokes(methods), strict=True):
+        for entry, stroke in zip(methods, strokes(methods).values(), strict=True):
             bits = array(entry[name])
             shown = np.where(bits > LEAST, bits, np.nan)
             axes.plot(entry["tokens"], shown, **stroke, marker="o", markersize=2)

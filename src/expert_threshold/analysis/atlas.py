@@ -11,23 +11,13 @@ from pathlib import Path
 from ..files import replace_file, to_json
 from ..glossary import as_html
 from ..model import parameter_counts
+from .figures import SECTIONS
 from .figures.study import Study
 from .figures.style import Figure, style
 from .material import Material
 from .methods import legend
-from .page import (
-    Exhibit,
-    exhibit,
-    exhibits,
-    left_out,
-    links,
-    options_that_differ,
-    page,
-    save_figure,
-    section,
-    table,
-    text,
-)
+from .page import Exhibit, exhibit, exhibits, links, options_that_differ, page, save_figure, section, table, text
+from .page import left_out as list_left_out
 from .plain import plain
 from .records import Run
 from .results import HEADERS, NOTES, cells, summarise
@@ -43,35 +33,27 @@ def write_atlas(material: Material, out: Path, studies: Sequence[Study], say: Ca
     with style():
         pass  # fails early without matplotlib
     out.mkdir(parents=True, exist_ok=True)
-    entries: dict[str, list[Exhibit]] = {}
+    shown: dict[str, Exhibit] = {}
     partly: list[Exhibit] = []
     for number, study in enumerate(studies, start=1):
-        entry = exhibit(study.title, partial(save, study, material, out, partly), study.name)
-        entries.setdefault(study.section, []).append(entry)
+        entry = shown[study.name] = exhibit(study.title, partial(save, study, material, out, partly), study.name)
         how = "" if entry.figure is not None else "failed: " if entry.failed else "left out: "
         say(f"figure {number}/{len(studies)} {study.name}: {how}{entry.caption}")
-    every = [entry for found in entries.values() for entry in found]
-    failed = [entry.caption for entry in every if entry.failed]
-    if failed and all(entry.figure is None for entry in every):
+    failed = [entry.caption for entry in shown.values() if entry.failed]
+    if failed and all(entry.figure is None for entry in shown.values()):
         raise ValueError(failed[0])
-    methods = ", ".join(material.methods)
     title = f"{counted(len(material.runs), 'run')} of {counted(len(material.methods), 'method')}"
+    body = [
+        f"<header><h1>{escape(title)}</h1>{_incomplete(material)}{text(legend(material.runs), muted=True)}</header>",
+        as_html(),
+    ]
+    for name, figures in SECTIONS.items():
+        body.append(exhibits(name, [shown[figure.name] for figure in figures if figure.name in shown]))
+    body += [_results(material), _runs(material.runs, out), options_that_differ(material.runs)]
     runs = [Exhibit(f"Run {path}", why) for path, why in material.selection.left_out.items()]
-    content = page(
-        f"Analysis of {methods}",
-        [
-            f"<header><h1>{escape(title)}</h1>{_incomplete(material)}"
-            f"{text(legend(material.runs), muted=True)}</header>",
-            as_html(),
-            *(exhibits(section, found) for section, found in entries.items()),
-            _results(material),
-            _runs(material.runs, out),
-            options_that_differ(material.runs),
-            left_out([*every, *partly, *runs]),
-        ],
-    )
+    body.append(list_left_out([*shown.values(), *partly, *runs]))
     report = out / "report.html"
-    replace_file(report, content.encode(errors="replace"))
+    replace_file(report, page(f"Analysis of {', '.join(material.methods)}", body).encode(errors="replace"))
     return report
 
 
@@ -107,20 +89,12 @@ def _results(material: Material) -> str:
 
 def _runs(runs: Sequence[Run], out: Path) -> str:
     """Return a table of the analysed runs, with links to their reports."""
-    head = ("run", "method", "seed", "step", "tokens", "parameters", "active")
     rows = []
     for run in runs:
-        parameters = parameter_counts(run.model)
         step, steps = run.steps
-        rows.append(
-            (
-                str(run.folder.path),
-                run.method,
-                str(run.seed),
-                f"{step:,}" if step == steps else f"{step:,} of {steps:,}",
-                short(step * run.tokens_per_step),
-                short(parameters["total"]),
-                short(parameters["active"]),
-            )
-        )
+        done = f"{step:,}" if step == steps else f"{step:,} of {steps:,}"
+        parameters = parameter_counts(run.model)
+        counts = map(short, (step * run.tokens_per_step, parameters["total"], parameters["active"]))
+        rows.append((str(run.folder.path), run.method, str(run.seed), done, *counts))
+    head = ("run", "method", "seed", "step", "tokens", "parameters", "active")
     return section("Runs", table(head, rows, "Runs"), links(runs, out))

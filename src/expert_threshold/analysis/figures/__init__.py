@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from . import activation, consistency, cutoffs, learning, load, scores, specialisation
 
-GROUPS = (learning, scores, cutoffs, activation, specialisation, consistency, load)
-FIGURES = [study for group in GROUPS for study in group.FIGURES]
+SECTIONS = {
+    "Learning": learning.FIGURES,
+    "Cutoffs": [*scores.FIGURES, *cutoffs.FIGURES],
+    "Dynamic computation": activation.FIGURES,
+    "Specialisation": specialisation.FIGURES,
+    "Routing consistency": consistency.FIGURES,
+    "Load": load.FIGURES,
+}
+FIGURES = [study for studies in SECTIONS.values() for study in studies]
 """The figures of `et analyze`, in the order of its page."""

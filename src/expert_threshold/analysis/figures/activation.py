@@ -56,7 +56,7 @@ def draw_fanout_by_position(data: Data) -> Figure:
     return figure
 
 
-def say_fanout_by_position(data: Data) -> str:
+def say_by_position(data: Data) -> str:
     def late_mean(entry: Data) -> float:
         x, mean = array(entry["x"]), array(entry["mean"])
         return float(np.nanmean(mean[x >= x[-1] / 2]))
@@ -157,10 +157,8 @@ def _means(place: np.ndarray, values: np.ndarray, count: int, fewest: int = 1) -
     return np.where(numbers >= fewest, totals / np.maximum(numbers, 1), np.nan)
 
 
-SECTION = "Dynamic computation"
 FIGURES = [
-    Study("fanout_by_position", SECTION, "Fanout by position",
-          fanout_by_position, draw_fanout_by_position, say_fanout_by_position),
-    Study("fanout_by_loss", SECTION, "Fanout by loss", fanout_by_loss, draw_fanout_by_loss, say_fanout_by_loss),
-    Study("loss_by_fanout", SECTION, "Loss by fanout", loss_by_fanout, draw_loss_by_fanout, say_loss_by_fanout),
-]  # fmt: skip
+    Study("fanout_by_position", "Fanout by position", fanout_by_position, draw_fanout_by_position, say_by_position),
+    Study("fanout_by_loss", "Fanout by loss", fanout_by_loss, draw_fanout_by_loss, say_fanout_by_loss),
+    Study("loss_by_fanout", "Loss by fanout", loss_by_fanout, draw_loss_by_fanout, say_loss_by_fanout),
+]

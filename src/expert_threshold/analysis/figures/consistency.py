@@ -79,10 +79,10 @@ def say_matrices(measure: str, name: str, unit: str, same: int, data: Data) -> s
 
 
 FIGURES = [
-    Study("routing_consistency", "Routing consistency", "Weighted Jaccard between checkpoints",
+    Study("routing_consistency", "Weighted Jaccard between checkpoints",
           routing_consistency, partial(draw_matrices, "weighted_jaccard"),
           partial(say_matrices, "weighted_jaccard", "weighted Jaccard similarity", "", 1)),
-    Study("routing_divergence", "Routing consistency", "Joint divergence between checkpoints",
+    Study("routing_divergence", "Joint divergence between checkpoints",
           routing_consistency, partial(draw_matrices, "joint_jsd"),
           partial(say_matrices, "joint_jsd", "joint Jensen-Shannon divergence", " bits", 0)),
 ]  # fmt: skip

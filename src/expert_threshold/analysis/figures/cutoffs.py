@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ from ..material import Material
 from ..plain import Data, NotShownError, array
 from ..records import Record, Run, expert_series, layer_series
 from ..sentences import each, listed, of_deviation, percent
-from .plot import expert_key, expert_lines, mark_warmup, marker, method_strokes, panels, step_axis, thin
+from .plot import expert_key, expert_lines, mark_warmup, marker, panels, step_axis, thin
 from .study import Study, over_methods
-from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, Figure, strokes
+from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, Axes, Figure, strokes
 
 
 def cutoff_stability(material: Material) -> Data:
@@ -26,27 +26,27 @@ def cutoff_stability(material: Material) -> Data:
     of experts whose load a capacity bound changed at any step of a line of the log, and its mean, `bound_share`. Both
     are None without bounds, and `bound` is NaN during warmup.
     """
+
+    def compute(run: Run) -> Data:
+        layer = run.layers[len(run.layers) // 2]
+        steps, means = _experts(run, "cutoff", layer)
+        deviation = _experts(run, "batch_cutoff", layer)[1] - means
+        bound, (logged, distances) = _at_bounds(run), expert_series(run.train, "cutoff_distance")[layer]
+        return {
+            "layer": layer,
+            "warmup": run.warmup_steps,
+            "steps": steps,
+            "deviation": deviation.T,
+            "distance": np.nanmean(distances[logged > 0.75 * logged[-1]]),
+            "load": _experts(run, "usage", layer)[1].T / run.target,
+            "bound": None if bound is None else thin(bound, bound)[0],
+            "bound_share": None if bound is None or np.isnan(bound).all() else np.nanmean(bound),
+            "score_std": np.nanmean(_experts(run, "score_std", layer)[1][-10:]),
+            "interval": run.config["train"]["log_every"],
+        }
+
     choice, thresholds = _by_cutoff(material)
-    return over_methods([*choice, *thresholds[:1]], _stability)
-
-
-def _stability(run: Run) -> Data:
-    layer = run.layers[len(run.layers) // 2]
-    steps, means = _experts(run, "cutoff", layer)
-    deviation = _experts(run, "batch_cutoff", layer)[1] - means
-    bound, (logged, distances) = _at_bounds(run), expert_series(run.train, "cutoff_distance")[layer]
-    return {
-        "layer": layer,
-        "warmup": run.warmup_steps,
-        "steps": steps,
-        "deviation": deviation.T,
-        "distance": np.nanmean(distances[logged > 0.75 * logged[-1]]),
-        "load": _experts(run, "usage", layer)[1].T / run.target,
-        "bound": None if bound is None else thin(bound, bound)[0],
-        "bound_share": None if bound is None or np.isnan(bound).all() else np.nanmean(bound),
-        "score_std": np.nanmean(_experts(run, "score_std", layer)[1][-10:]),
-        "interval": run.config["train"]["log_every"],
-    }
+    return over_methods([*choice, *thresholds[:1]], compute)
 
 
 def _by_cutoff(material: Material) -> tuple[list[Run], list[Run]]:
@@ -62,18 +62,14 @@ def _by_cutoff(material: Material) -> tuple[list[Run], list[Run]]:
 
 def _at_bounds(run: Run) -> np.ndarray | None:
     """Return the share of all experts that are at a capacity bound, for each line of the log, or NaN during warmup."""
-    if not run.has_bounds:
-        return None
-    train, interval = run.train, run.config["train"]["log_every"]
-    dropped, filled = (expert_series(train, key) for key in ("saturation", "starvation"))
-    if not dropped.keys() == filled.keys() == set(run.layers):
+    dropped, filled = (expert_series(run.train, key) for key in ("saturation", "starvation"))
+    if not run.has_bounds or not dropped.keys() == filled.keys() == set(run.layers):
         return None  # not recorded
     steps = next(iter(dropped.values()))[0]
-    at_bound = [np.maximum(dropped[layer][1], filled[layer][1]) for layer in dropped]
-    moved = np.concatenate(at_bound, axis=1)
+    moved = np.concatenate([np.maximum(dropped[layer][1], filled[layer][1]) for layer in dropped], axis=1)
     share = np.where(np.isfinite(moved).any(1), np.nansum(moved > 0, axis=1) / moved.shape[1], np.nan)
-    # A line covers the `interval` steps up to and including its own.
-    return np.where(steps - interval >= run.warmup_steps, share, np.nan)
+    # A line covers the `log_every` steps up to and including its own.
+    return np.where(steps - run.config["train"]["log_every"] >= run.warmup_steps, share, np.nan)
 
 
 def draw_cutoff_stability(data: Data) -> Figure:
@@ -84,16 +80,15 @@ def draw_cutoff_stability(data: Data) -> Figure:
     methods = data["methods"]
     where = f"layer {methods[0]['layer']}"
     titles = {
-        "deviation": (f"batch cutoff minus its running mean, {where} (score)", 1),
-        "load": (f"load as a share of the target load, {where} (%)", 100),
+        "deviation": f"batch cutoff minus its running mean, {where} (score)",
+        "load": f"load as a share of the target load, {where} (%)",
     }
     if any(entry["bound"] is not None for entry in methods):
-        titles["bound"] = ("experts at a capacity bound, all layers (%)", 100)
-    texts = [title for title, _ in titles.values()]
-    figure, every = panels(WIDE, texts, 1.3, columns=1, share=False, key=method_strokes(methods))
-    for axes, (name, (_, unit)) in zip(every, titles.items(), strict=True):
+        titles["bound"] = "experts at a capacity bound, all layers (%)"
+    figure, every = panels(WIDE, list(titles.values()), 1.3, columns=1, share=False, key=strokes(methods))
+    for axes, name, unit in _each(every, titles):
         late = []
-        for entry, stroke in zip(methods, strokes(methods), strict=True):
+        for entry, stroke in zip(methods, strokes(methods).values(), strict=True):
             if entry[name] is None:
                 continue
             steps, values = array(entry["steps"]), unit * np.atleast_2d(array(entry[name]))
@@ -109,7 +104,6 @@ def draw_cutoff_stability(data: Data) -> Figure:
             axes.set_ylim(-0.3 * room if name == "bound" else low - room, high + room)
         ends = [entry["steps"][place] for entry in methods for place in (0, -1)]
         axes.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
-        step_axis(axes)
         mark_warmup(axes, max(entry["warmup"] for entry in methods), labelled=axes is every[0])
     every[1].axhline(100, **TARGET)
     return figure
@@ -156,17 +150,21 @@ def warmup(material: Material) -> Data:
 
     def compute(run: Run) -> Data:
         train = [record for record in run.train if record["step"] <= 2 * ends]
-        entry: dict[str, Any] = {"cold": run in thresholds and run.warmup_steps == 0}
-        for name in ("cutoff", "batch_cutoff", "cutoff_distance", "other_cutoff"):
-            layer = early if name == "other_cutoff" else late
-            steps, values = _experts(run, name.removeprefix("other_"), layer, train)
-            entry[name] = np.stack([steps, values[:, 0]], axis=1)
-        bounded = not run.rule.looks_ahead
-        for name in ("raw_usage", "starvation", "score_std", "gate_std"):
-            entry[name] = _mean_of_layers(train, name) if bounded or name.endswith("std") else []
-        own = run.warmup_steps
-        entry["starvation"] = [[step, share if step > own else math.nan] for step, share in entry["starvation"]]
-        return entry
+
+        def first_expert(name: str, layer: int = late) -> np.ndarray:
+            steps, values = _experts(run, name, layer, train)
+            return np.stack([steps, values[:, 0]], axis=1)
+
+        bounded, own = not run.rule.looks_ahead, run.warmup_steps
+        starvation = _mean_of_layers(train, "starvation") if bounded else []
+        return {
+            "cold": bounded and own == 0,
+            **{name: first_expert(name) for name in ("cutoff", "batch_cutoff", "cutoff_distance")},
+            "other_cutoff": first_expert("cutoff", early),
+            "raw_usage": _mean_of_layers(train, "raw_usage") if bounded else [],
+            "starvation": [[step, share if step > own else math.nan] for step, share in starvation],
+            **{name: _mean_of_layers(train, name) for name in ("score_std", "gate_std")},
+        }
 
     methods = [{**run.tag, **compute(run)} for run in shown]  # all of them or none, since it compares them
     return {"warmup": ends, "layer": late, "other_layer": early, "target": shown[0].target, "methods": methods}
@@ -175,31 +173,36 @@ def warmup(material: Material) -> Data:
 def draw_warmup(data: Data) -> Figure:
     methods = data["methods"]
     faint: dict[str, Any] = {"color": MUTED, "alpha": 0.5, "linewidth": 0.8}
-    key = {**method_strokes(methods), "batch cutoff": faint, "target": TARGET, "warmup ends": WARMUP}
-    shown = [
-        ("cutoff", f"(a) layer {data['layer']}, cutoff (score)", 1),
-        ("raw_usage", "(b) usage before bounds (%)", 100),
-        ("starvation", "(c) starvation (%)", 100),
-        ("score_std", "(d) std of scores", 1),
-        ("gate_std", "(e) std of gates", 1),
-    ]
-    if data["other_layer"] != data["layer"]:
-        shown.append(("other_cutoff", f"(f) layer {data['other_layer']}, cutoff (score)", 1))
-    titles = [title for _, title, _ in shown]
-    figure, every = panels(WIDE, titles, 1.3, columns=3, share=False, key=key)
-    for axes, (name, _, unit) in zip(every, shown, strict=True):
-        for entry, stroke in zip(methods, strokes(methods), strict=True):
-            points = array(entry[name]).reshape(-1, 2)
+    key = {**strokes(methods), "batch cutoff": faint, "target": TARGET, "warmup ends": WARMUP}
+    titles = {
+        "cutoff": f"(a) layer {data['layer']}, cutoff (score)",
+        "raw_usage": "(b) usage before bounds (%)",
+        "starvation": "(c) starvation (%)",
+        "score_std": "(d) std of scores",
+        "gate_std": "(e) std of gates",
+        "other_cutoff": f"(f) layer {data['other_layer']}, cutoff (score)",
+    }
+    if data["other_layer"] == data["layer"]:
+        del titles["other_cutoff"]
+    figure, every = panels(WIDE, list(titles.values()), 1.3, columns=3, share=False, key=key)
+    for axes, name, unit in _each(every, titles):
+        for entry, stroke in zip(methods, strokes(methods).values(), strict=True):
             if name == "cutoff":
-                batch = array(entry["batch_cutoff"])
-                axes.plot(*batch.T, **(faint | {"color": stroke["color"]}))
-            axes.plot(points[:, 0], unit * points[:, 1], **stroke, linewidth=1.3)
-        step_axis(axes)
+                axes.plot(*array(entry["batch_cutoff"]).T, **(faint | {"color": stroke["color"]}))
+            steps, values = array(entry[name]).reshape(-1, 2).T
+            axes.plot(steps, unit * values, **stroke, linewidth=1.3)
         if unit == 100:
             axes.set_ylim(bottom=0)
         axes.axvline(data["warmup"], **WARMUP)
     every[1].axhline(100 * data["target"], **TARGET)
     return figure
+
+
+def _each(every: Sequence[Axes], titles: Mapping[str, str]) -> Iterator[tuple[Axes, str, int]]:
+    """Yield each panel with the name of its values and their unit, 100 for percent. Then put steps on its x axis."""
+    for axes, (name, title) in zip(every, titles.items(), strict=True):
+        yield axes, name, 100 if title.endswith("(%)") else 1
+        step_axis(axes)
 
 
 def say_warmup(data: Data) -> str:
@@ -243,19 +246,16 @@ def draw_capacity(data: Data) -> Figure:
     """Draw usage before the bounds, saturation and starvation after warmup. Layers are dashed; their mean is solid."""
     methods = data["methods"]
     several = any(len(entry["raw_usage"]) > 1 for entry in methods)
-    key = {**({"one layer": ONE_LAYER} if several else {}), **method_strokes(methods), "target": TARGET}
+    key = {**({"one layer": ONE_LAYER} if several else {}), **strokes(methods), "target": TARGET}
     titles = {"raw_usage": "usage before bounds (%)", "saturation": "saturation (%)", "starvation": "starvation (%)"}
     figure, every = panels(WIDE, list(titles.values()), 1.5, columns=3, share=False, key=key)
-    for axes, name in zip(every, titles, strict=True):
-        for entry, stroke in zip(methods, strokes(methods), strict=True):
-            layers = [array(points) for points in entry[name].values()]
-            faint = ONE_LAYER | {"color": stroke["color"], "alpha": 0.4}
-            for points in layers if several else []:
-                axes.plot(points[:, 0], 100 * points[:, 1], **faint)
-            steps = layers[0][:, 0]
-            axes.plot(steps, 100 * np.nanmean([points[:, 1] for points in layers], axis=0), **stroke)
+    for axes, name, unit in _each(every, titles):
+        for entry, stroke in zip(methods, strokes(methods).values(), strict=True):
+            layers = [array(points).T for points in entry[name].values()]
+            for steps, values in layers if several else []:
+                axes.plot(steps, unit * values, **(ONE_LAYER | {"color": stroke["color"], "alpha": 0.4}))
+            axes.plot(layers[0][0], unit * np.nanmean([values for _, values in layers], axis=0), **stroke)
         axes.set_ylim(bottom=0)
-        step_axis(axes)
     every[0].axhline(100 * methods[0]["target"], **TARGET)
     return figure
 
@@ -299,7 +299,7 @@ def cutoffs_and_biases(material: Material) -> Data:
 def draw_cutoffs_and_biases(data: Data) -> Figure:
     methods = data["methods"]
     titles = [f"{entry['method']}, {'cutoffs' if entry['of'] == 'cutoff' else '− bias'}" for entry in methods]
-    colours = [stroke["color"] for stroke in strokes(methods)]
+    colours = [stroke["color"] for stroke in strokes(methods).values()]
     figure, every = panels(WIDE, titles, 1.4, "", f"score, layer {data['layer']}", colours=colours, least=1.3)
     for axes, entry in zip(every, methods, strict=True):
         expert_lines(axes, array(entry["steps"]), array(entry["values"]).T)
@@ -336,10 +336,10 @@ def _mean_of_layers(train: Sequence[Record], key: str) -> list[list[float]]:
 
 
 FIGURES = [
-    Study("cutoff_stability", "Cutoffs", "Cutoffs, loads and capacity bounds",
+    Study("cutoff_stability", "Cutoffs, loads and capacity bounds",
           cutoff_stability, draw_cutoff_stability, say_cutoff_stability),
-    Study("warmup", "Cutoffs", "Warmup dynamics", warmup, draw_warmup, say_warmup),
-    Study("capacity", "Cutoffs", "Capacity behaviour", capacity, draw_capacity, say_capacity),
-    Study("cutoffs_and_biases", "Cutoffs", "Cutoffs against biases",
+    Study("warmup", "Warmup dynamics", warmup, draw_warmup, say_warmup),
+    Study("capacity", "Capacity behaviour", capacity, draw_capacity, say_capacity),
+    Study("cutoffs_and_biases", "Cutoffs against biases",
           cutoffs_and_biases, draw_cutoffs_and_biases, say_cutoffs_and_biases),
 ]  # fmt: skip

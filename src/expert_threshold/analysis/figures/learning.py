@@ -20,7 +20,7 @@ from ..plain import Data, NotShownError, array
 from ..records import Run, finite, late_loss, series
 from ..results import over_seeds
 from ..sentences import counted, each, listed, pool_size, short, signed
-from .plot import draw_key, marker, method_panels, method_strokes, name_lines, panels, single, smooth, step_axis
+from .plot import draw_key, marker, method_panels, name_lines, panels, single, smooth, step_axis
 from .study import Study, over_methods
 from .style import DASHED, INK, KINDS, METHODS, MUTED, NARROW, WIDE, Figure, strokes
 
@@ -46,28 +46,25 @@ def _named(methods: Sequence[Data]) -> tuple[Sequence[Data], Sequence[Data]]:
     """Return the methods to name, and the methods to draw in grey, for which there are not enough colours."""
     if len(methods) <= len(METHODS):
         return methods, []
-    free = [place for place, entry in enumerate(methods) if entry["kind"] not in KINDS]
-    last = [points[-1, 1] if len(points) else math.nan for points in map(_points, methods)]
-    free.sort(key=lambda place: math.inf if math.isnan(last[place]) else last[place])
-    grey = set(free[len(METHODS) - len(KINDS) :])
-    return [e for n, e in enumerate(methods) if n not in grey], [e for n, e in enumerate(methods) if n in grey]
+    last = {entry["method"]: points[-1, 1] for entry in methods if len(points := _points(entry))}
+    free = [entry["method"] for entry in methods if entry["kind"] not in KINDS]
+    free.sort(key=lambda name: math.inf if math.isnan(loss := last.get(name, math.nan)) else loss)
+    grey = free[len(METHODS) - len(KINDS) :]
+    return [e for e in methods if e["method"] not in grey], [e for e in methods if e["method"] in grey]
 
 
 def say_loss_by_method(data: Data) -> str:
-    at = [{tokens: place for place, (tokens, _) in enumerate(entry["points"])} for entry in data["methods"]]
-    last = max(set.intersection(*map(set, at)), default=None)
+    losses = {entry["method"]: dict(entry["points"]) for entry in data["methods"]}
+    last = max(set.intersection(*map(set, losses.values())), default=None)
     if last is None:
         ends = each(data, lambda entry: f"{entry['points'][-1][1]:.3f} after {short(entry['points'][-1][0])} tokens")
-        text = "The methods were not validated at the same step; their last losses, in nats per token, are"
-        return f"{text} {ends}."
-    places = [(entry, found[last]) for entry, found in zip(data["methods"], at, strict=True)]
-    (best, name), *others = sorted((entry["points"][place][1], entry["method"]) for entry, place in places)
-    spreads = [std for entry, place in places if (std := entry["std"][place]) is not None]
-    seeds = (
-        f"the standard deviation over seeds is at most {max(spreads):.3f}" if spreads else "each method has one seed"
-    )
-    gaps = listed([f"{method} ({signed(loss - best)})" for loss, method in others]) if others else ""
-    followed = f", the lowest, followed by {gaps}" if gaps else ""
+        return f"The methods were not validated at the same step; their last losses, in nats per token, are {ends}."
+    (best, name), *others = sorted((found[last], method) for method, found in losses.items())
+    spreads = [dict(zip(losses[e["method"]], e["std"], strict=True))[last] for e in data["methods"]]
+    most = max((std for std in spreads if std is not None), default=None)
+    seeds = "each method has one seed" if most is None else f"the standard deviation over seeds is at most {most:.3f}"
+    gaps = [f"{method} ({signed(loss - best)})" for loss, method in others]
+    followed = f", the lowest, followed by {listed(gaps)}" if gaps else ""
     return f"After {short(last)} tokens {name} has a validation loss of {best:.3f} nats per token{followed}; {seeds}."
 
 
@@ -170,8 +167,9 @@ def draw_batch_size_scaling(data: Data) -> Figure:
     threshold = [entry for entry in data["methods"] if entry["pool"] is None]
     measured = any(entry["core"] is not None for entry in data["methods"])
     pools = array([entry["pool"] for entry in choice])
-    train, held_out = ({"color": MUTED, "marker": "o"}, {"color": strokes(choice[-1:])[0]["color"], "marker": "o"})
-    lines = {f"{name}, validation": stroke for name, stroke in method_strokes(threshold).items()}
+    (largest,) = strokes(choice[-1:]).values()
+    train, held_out = ({"color": colour, "marker": "o"} for colour in (MUTED, largest["color"]))
+    lines = {f"{name}, validation": stroke for name, stroke in strokes(threshold).items()}
     key = {"training, by pool": train, "validation, by pool": held_out} | lines
     titles = ["nats per token", "CORE (%)"][: 1 + measured]
     figure, every = panels(NARROW, titles, 1.9, "tokens of the pool in training", columns=1, share=False, key=key)
@@ -226,13 +224,8 @@ def train_against_validation(material: Material) -> Data:
 def draw_train_against_validation(data: Data) -> Figure:
     """Draw the last two thirds of each method's training loss, as a moving mean, and validation loss."""
     causal = DASHED | {"marker": "o", "markersize": 2.5}
-    pools: dict[str, Any] = {
-        "color": INK,
-        "linestyle": "none",
-        "marker": "D",
-        "markersize": 4,
-        "markerfacecolor": "none",
-    }
+    pools: dict[str, Any] = {"color": INK, "linestyle": "none", "marker": "D", "markersize": 4}
+    pools["markerfacecolor"] = "none"
     key: dict[str, Any] = {"training": {"color": MUTED, "linestyle": "-"}, "validation": causal}
     if any(entry["pools_gap"] is not None for entry in data["methods"]):
         key["validation, routed by the pools of training"] = pools
@@ -276,7 +269,7 @@ def _curves(methods: Sequence[Data], others: Sequence[Data], title: str, number:
     for entry in others:
         axes.plot(*_points(entry).T, **grey)
     drawn = []
-    for entry, stroke in zip(methods, strokes(methods), strict=True):
+    for entry, stroke in zip(methods, strokes(methods).values(), strict=True):
         points = _points(entry)
         drawn += axes.plot(*points.T, **stroke, marker="o", markersize=2.5)
         if any(entry.get("std", [])):
@@ -341,21 +334,19 @@ def _evaluated(run: Run) -> dict[str, Any]:
 
 
 FIGURES = [
-    Study("loss_by_method", "Learning", "Validation loss by method",
-          loss_by_method, draw_losses, say_loss_by_method),
-    Study("token_multiple", "Learning", "Token multiple at equal loss",
-          token_multiple, draw_token_multiple, say_token_multiple),
-    Study("batch_size_scaling", "Learning", "Batch size scaling",
+    Study("loss_by_method", "Validation loss by method", loss_by_method, draw_losses, say_loss_by_method),
+    Study("token_multiple", "Token multiple at equal loss", token_multiple, draw_token_multiple, say_token_multiple),
+    Study("batch_size_scaling", "Batch size scaling",
           batch_size_scaling, draw_batch_size_scaling, say_batch_size_scaling),
-    Study("train_against_validation", "Learning", "Training and validation loss",
+    Study("train_against_validation", "Training and validation loss",
           train_against_validation, draw_train_against_validation, say_train_against_validation),
     # Another routed expert instead of the shared one (paper, Shared Expert).
-    Study("shared_expert", "Learning", "Shared expert on and off",
+    Study("shared_expert", "Shared expert on and off",
           partial(pairs, ("model.shared_experts", "rule.experts_per_token", "model.d_expert"),
                   lambda run: run["model.shared_experts"] > 0, "--model.shared-experts 0 --experts-per-token 2"),
           draw_losses, partial(say_pairs, "Leaving out the shared expert")),
     # The routed sum divided by the fanout (paper, Normalization).
-    Study("fanout_norm", "Learning", "With and without fanout norm",
+    Study("fanout_norm", "With and without fanout norm",
           partial(pairs, ("model.gate_norm",), lambda run: run["model.gate_norm"] is None, "--model.gate-norm fanout"),
           draw_losses, partial(say_pairs, "The fanout norm")),
 ]  # fmt: skip

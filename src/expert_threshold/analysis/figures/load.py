@@ -19,7 +19,7 @@ from ..measures import load_spread as spread_of
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import each, fixed, listed, percent, pool_size
-from .plot import draw_key, method_strokes, name_lines, panels, ratio_axis, rows_of, single
+from .plot import draw_key, name_lines, panels, ratio_axis, rows_of, single
 from .study import Study, of_each_method, over_methods
 from .style import MUTED, NARROW, WIDE, Figure, strokes
 
@@ -46,15 +46,13 @@ def load_balance(material: Material, run: Run) -> Data:
 
 def draw_load_balance(data: Data) -> Figure:
     figure, axes = single(NARROW, 2, "largest load / mean load", "layer")
-    drawn = [
-        axes.plot(entry["layers"], array(entry["spread"]), **stroke, marker="o")[0]
-        for entry, stroke in zip(data["methods"], strokes(data["methods"]), strict=True)
-    ]
+    for entry, stroke in zip(data["methods"], strokes(data["methods"]).values(), strict=True):
+        axes.plot(entry["layers"], array(entry["spread"]), **stroke, marker="o")
     layers = sorted({layer for entry in data["methods"] for layer in entry["layers"]})
     axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
     axes.set_xticks(layers[:: -(-len(layers) // 8)])
     ratio_axis(axes)
-    name_lines(axes, drawn)
+    name_lines(axes, list(axes.lines))
     return figure
 
 
@@ -104,10 +102,10 @@ def draw_objective(data: Data) -> Figure:
         "choice": ("Eq. 4, expert fixed per batch", {"marker": "D", "markersize": 5, "markerfacecolor": "none"}),
         "population": ("Eq. 5, expert on average", {"marker": "^", "markersize": 6, "markerfacecolor": "none"}),
     }
-    drawn = {name: mark for name, mark in marks.items() if any(entry.get(name) is not None for entry in methods)}
     figure, axes = rows_of(NARROW, [f"{entry['method']}, load {100 * entry['load']:.0f} %" for entry in methods])
+    drawn = {name: mark for name, mark in marks.items() if any(entry.get(name) is not None for entry in methods)}
     draw_key(figure, {name: {"color": MUTED, "linestyle": "none", **mark} for name, mark in drawn.values()})
-    for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
+    for row, (entry, stroke) in enumerate(zip(methods, strokes(methods).values(), strict=True)):
         for name, (_, mark) in drawn.items():
             if entry.get(name) is not None:
                 axes.plot(entry[name], row, linestyle="none", color=stroke["color"], **mark)
@@ -193,13 +191,18 @@ def load_at_scale(material: Material) -> Data:
             "exact": run.bounds is not None and len(set(run.bounds)) == 1,
         }
 
-    # The share of a token's FLOPs in its routed experts.
     model = GPTConfig.preset(REFERENCE)
     assert model.rule is not None
     routed = parameter_counts(model)["routed_experts"] * model.rule.experts_per_token / model.rule.num_experts
-    sizes = {"tokens_per_expert": TOKENS_PER_EXPERT, "experts": EXPERTS, "devices": DEVICES, "at": AT}
-    reference = {"experts_share": 6 * routed / flops_per_token(model), "reference": REFERENCE}
-    return sizes | reference | over_methods(material.each("load at scale", material.routed), compute)
+    return {
+        "tokens_per_expert": TOKENS_PER_EXPERT,
+        "experts": EXPERTS,
+        "devices": DEVICES,
+        "at": AT,
+        "experts_share": 6 * routed / flops_per_token(model),
+        "reference": REFERENCE,
+        **over_methods(material.each("load at scale", material.routed), compute),
+    }
 
 
 def draw_load_at_scale(data: Data) -> Figure:
@@ -207,27 +210,22 @@ def draw_load_at_scale(data: Data) -> Figure:
     methods = data["methods"]
     dots: dict[str, Any] = {"color": MUTED, "linestyle": "none", "marker": "o"}
     tokens, devices = data["tokens_per_expert"], data["devices"]
-    key = {**method_strokes(methods), "resampled": dots, "closed form": {"color": MUTED, "linewidth": 1}}
-    at = pool_size(data["at"])
+    key = {**strokes(methods), "resampled": dots, "closed form": {"color": MUTED, "linewidth": 1}}
     titles = [
         f"{pool_size(data['experts'])} experts: busiest / mean",
-        f"with {at} tokens: busiest device",
+        f"with {pool_size(data['at'])} tokens: busiest device",
         f"a step of {data['reference']} waits (%)",
     ]
     figure, every = panels(WIDE, titles, 1.8, columns=3, share=False, key=key)
-    by_tokens, by_devices, waits = every
-    for entry, stroke in zip(methods, strokes(methods), strict=True):
-        colour = {"color": stroke["color"], "label": f"{entry['method']}, resampled"}
-        experts, device = entry["by_tokens"], entry["by_devices"]
-        by_tokens.plot(tokens, array(experts["closed_form"]), **stroke, linewidth=1)
-        by_tokens.plot(tokens, array(experts["resampled"]), **(dots | colour))
-        by_devices.plot(devices, array(device["closed_form"]), **stroke, linewidth=1)
-        by_devices.plot(devices, array(device["resampled"]), **(dots | colour))
-        wait = 100 * data["experts_share"] * (array(device["resampled"]) - 1)
-        waits.plot(devices, wait, **stroke, marker="o", linewidth=1)
-    for axes, label, ticks, least in (
-        (by_tokens, "tokens per expert", tokens, 1), (by_devices, "devices", devices, 1), (waits, "devices", devices, 0)
-    ):  # fmt: skip
+    for entry, stroke in zip(methods, strokes(methods).values(), strict=True):
+        dot = dots | {"color": stroke["color"], "label": f"{entry['method']}, resampled"}
+        for axes, x, found in zip(every, (tokens, devices), (entry["by_tokens"], entry["by_devices"]), strict=False):
+            axes.plot(x, array(found["closed_form"]), **stroke, linewidth=1)
+            axes.plot(x, array(found["resampled"]), **dot)
+        wait = 100 * data["experts_share"] * (array(entry["by_devices"]["resampled"]) - 1)
+        every[2].plot(devices, wait, **stroke, marker="o", linewidth=1)
+    places = ("tokens per expert", tokens, 1), ("devices", devices, 1), ("devices", devices, 0)
+    for axes, (label, ticks, least) in zip(every, places, strict=True):
         axes.set_xlabel(label, loc="right")
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks[::2], [pool_size(tick) for tick in ticks[::2]])
@@ -240,15 +238,14 @@ def say_load_at_scale(data: Data) -> str:
         spread = entry["by_devices"]["resampled"][-1]
         return f"{spread:.2f} times the mean load ({percent(data['experts_share'] * (spread - 1))})"
 
-    exact = [entry["method"] for entry in data["methods"] if entry["exact"]]
-    training = (
-        f" In training, all loads of {listed(exact)} are exact; here routing is as at inference." if exact else ""
-    )
-    return (
+    text = (
         f"With {data['experts']:,} experts, one per device, and {pool_size(data['at'])} tokens per expert on "
         f"average, the busiest device has {each(data, clause)}. In brackets is how much longer a step takes if "
-        f"routed experts are {percent(data['experts_share'])} of it, as in {data['reference']}.{training}"
+        f"routed experts are {percent(data['experts_share'])} of it, as in {data['reference']}."
     )
+    exact = [entry["method"] for entry in data["methods"] if entry["exact"]]
+    known = f" In training, all loads of {listed(exact)} are exact; here routing is as at inference." if exact else ""
+    return text + known
 
 
 class Spread(NamedTuple):
@@ -311,7 +308,7 @@ def largest_of(count: int) -> float:
 
 
 FIGURES = [
-    Study("load_balance", "Load", "Load balance", load_balance, draw_load_balance, say_load_balance),
-    Study("objective", "Load", "Routing objective", objective, draw_objective, say_objective),
-    Study("load_at_scale", "Load", "Load at scale", load_at_scale, draw_load_at_scale, say_load_at_scale),
+    Study("load_balance", "Load balance", load_balance, draw_load_balance, say_load_balance),
+    Study("objective", "Routing objective", objective, draw_objective, say_objective),
+    Study("load_at_scale", "Load at scale", load_at_scale, draw_load_at_scale, say_load_at_scale),
 ]

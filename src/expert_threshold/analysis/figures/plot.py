@@ -105,11 +105,6 @@ def rows_of(width: float, names: Sequence[str]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def method_strokes(methods: Sequence[Data]) -> Strokes:
-    """Return the stroke of each method by its name."""
-    return {stroke["label"]: stroke for stroke in strokes(methods)}
-
-
 def method_panels(
     width: float, methods: Sequence[Data], height: float, x: str, y: str, **options: Any
 ) -> tuple[Figure, list[tuple[Axes, Data, Mapping[str, Any]]]]:
@@ -118,9 +113,9 @@ def method_panels(
     x, y, options: as in `panels`.
     """
     drawn = strokes(methods)
-    colours = [stroke["color"] for stroke in drawn]
-    figure, every = panels(width, [entry["method"] for entry in methods], height, x, y, colours=colours, **options)
-    return figure, list(zip(every, methods, drawn, strict=True))
+    colours = [stroke["color"] for stroke in drawn.values()]
+    figure, every = panels(width, list(drawn), height, x, y, colours=colours, **options)
+    return figure, list(zip(every, methods, drawn.values(), strict=True))
 
 
 def draw_key(figure: Figure, key: Strokes) -> None:

@@ -15,7 +15,7 @@ from ..material import Material
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import each, listed, signed
-from .plot import log_ticks, method_panels, method_strokes, panels
+from .plot import log_ticks, method_panels, panels
 from .study import Study, of_each_method
 from .style import DASHED, GRID, INK, MUTED, SMALL, WIDE, Figure, strokes
 
@@ -138,12 +138,12 @@ def cutoff_law(material: Material, run: Run) -> Data:
 def draw_cutoff_law(data: Data) -> Figure:
     """Draw the spread of the k-th largest score over pool size, on logarithmic axes. Dashed: independent tokens."""
     methods = data["methods"]
-    key = {**method_strokes(methods), "law of 1/√N": DASHED}
+    key = {**strokes(methods), "law of 1/√N": DASHED}
     titles = ["pools of single tokens", "pools of text, as in training"]
     figure, every = panels(WIDE, titles, 2, "tokens in the pool", "std of the k-th score\n/ std of scores", key=key)
     # Methods with the same share and pool sizes should follow the same law, which is drawn once.
     alike: dict[tuple[float, tuple[int, ...]], list[Any]] = {}
-    for entry, stroke in zip(methods, strokes(methods), strict=True):
+    for entry, stroke in zip(methods, strokes(methods).values(), strict=True):
         alike.setdefault((entry["share"], tuple(entry["tokens"])), []).append(array(entry["law"]))
         for axes, name in zip(every, ("by_token", "by_text"), strict=True):
             axes.plot(entry["tokens"], array(entry[name]), **stroke, marker="o", linewidth=1.2)
@@ -231,7 +231,7 @@ def score_histograms(material: Material, run: Run) -> Data:
 def draw_score_histograms(data: Data) -> Figure:
     """Draw the share of tokens by score, on a logarithmic axis. Filled: assigned tokens; dashed: the cutoff."""
     shown = [(entry, expert) for entry in data["methods"] for expert in entry["experts"]]
-    colours = [stroke["color"] for stroke in strokes(data["methods"]) for _ in range(2)]
+    colours = [stroke["color"] for stroke in strokes(data["methods"]).values() for _ in range(2)]
     titles = [f"{entry['method']}\nlayer {expert['layer']}, expert {expert['expert']}" for entry, expert in shown]
     figure, every = panels(WIDE, titles, 1.2, "score", "% of tokens", colours=colours)
     for axes, (entry, expert), colour in zip(every, shown, colours, strict=True):
@@ -259,8 +259,7 @@ def say_score_histograms(data: Data) -> str:
 
 
 FIGURES = [
-    Study("rules_overview", "Cutoffs", "Overview of rules", rules_overview, draw_rules_overview, say_rules_overview),
-    Study("cutoff_law", "Cutoffs", "Spread of cutoffs by pool size", cutoff_law, draw_cutoff_law, say_cutoff_law),
-    Study("score_histograms", "Cutoffs", "Score histograms",
-          score_histograms, draw_score_histograms, say_score_histograms),
-]  # fmt: skip
+    Study("rules_overview", "Overview of rules", rules_overview, draw_rules_overview, say_rules_overview),
+    Study("cutoff_law", "Spread of cutoffs by pool size", cutoff_law, draw_cutoff_law, say_cutoff_law),
+    Study("score_histograms", "Score histograms", score_histograms, draw_score_histograms, say_score_histograms),
+]

@@ -55,7 +55,7 @@ def draw_specialisation(data: Data) -> Figure:
     most = max(array(list(entry["ratios"].values())).max() for entry in methods)
     layers = max(len(entry["layers"]) for entry in methods)
     shown = {f"{entry['method']}\n{domain}": (entry, domain) for entry in methods for domain in data["domains"]}
-    colours = [stroke["color"] for stroke in strokes(methods) for _ in data["domains"]]
+    colours = [stroke["color"] for stroke in strokes(methods).values() for _ in data["domains"]]
     figure, every = panels(WIDE, list(shown), max(0.13 * layers, 0.6), "expert", "layer", colours=colours)
     for axes, (entry, domain) in zip(every, shown.values(), strict=True):
         drawn = heat(axes, array(entry["ratios"][domain]), 0, most)
@@ -136,7 +136,7 @@ def draw_passage_intensity(data: Data) -> Figure:
     columns = int((WIDE - 2 * EDGE - 0.3) / advance)
     texts = [list(lay_out(passage["tokens"], columns)) for passage in data["passages"]]
     most = max(array(passage["values"]).max() for passage in data["passages"])
-    (colour,) = (stroke["color"] for stroke in strokes([data]))
+    (stroke,) = strokes([data]).values()
     height = 0.6 + sum(ROW * (placed[-1].line + 4) for placed in texts)
     figure = Figure((WIDE, height))
     axes = figure.add_axes((0, 0, 1, 1))
@@ -144,7 +144,7 @@ def draw_passage_intensity(data: Data) -> Figure:
     axes.axis("off")
 
     def shade(value: float) -> dict[str, Any]:
-        return {"color": colour, "alpha": 0.8 * value / max(most, 1), "linewidth": 0}
+        return {"color": stroke["color"], "alpha": 0.8 * value / max(most, 1), "linewidth": 0}
 
     steps = sorted({round(share * most) for share in (0, 0.25, 0.5, 0.75, 1)})
     title = "routed experts, all layers together"
@@ -293,18 +293,15 @@ def passages(measure: Callable[[np.ndarray], np.ndarray], most: int | None, mate
     return {**run.tag, "layers": run.layers, "experts": experts, "passages": found}
 
 
-SECTION = "Specialisation"
 FIGURES = [
-    Study("specialisation", SECTION, "Expert specialisation", specialisation, draw_specialisation, say_specialisation),
-    Study("domain_shares", SECTION, "Tokens of each expert by domain",
-          domain_shares, draw_domain_shares, say_domain_shares),
-    Study("passage_intensity", SECTION, "Computation over the text",
+    Study("specialisation", "Expert specialisation", specialisation, draw_specialisation, say_specialisation),
+    Study("domain_shares", "Tokens of each expert by domain", domain_shares, draw_domain_shares, say_domain_shares),
+    Study("passage_intensity", "Computation over the text",
           partial(passages, lambda assignment: assignment.sum(axis=(0, 2)), None),
           draw_passage_intensity, say_passage_intensity),
-    Study("passage_fanout", SECTION, "Fanout of every token, by layer",
-          partial(passages, lambda assignment: assignment.sum(axis=2), CELLS),
-          draw_passage_fanout, say_passage_fanout),
-    Study("passage_routing", SECTION, "Experts of every token, by layer",
+    Study("passage_fanout", "Fanout of every token, by layer",
+          partial(passages, lambda assignment: assignment.sum(axis=2), CELLS), draw_passage_fanout, say_passage_fanout),
+    Study("passage_routing", "Experts of every token, by layer",
           partial(passages, lambda assignment: assignment.astype(int), CELLS),
           draw_passage_routing, say_passage_routing),
 ]  # fmt: skip

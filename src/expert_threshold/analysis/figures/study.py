@@ -16,7 +16,6 @@ class Study(NamedTuple):
     """A figure. `compute` returns its data, or raises NotShownError if it does not apply; `draw` and `say` use it."""
 
     name: str  # base name of its files
-    section: str
     title: str
     compute: Callable[[Material], Data]
     draw: Callable[..., Figure]

@@ -38,19 +38,9 @@ INK, MUTED, GRID, ACCENT = (light for light, _ in THEME.values())
 
 # Hues of Okabe and Ito, which colour-blind readers can distinguish, made dark enough for a white page.
 METHODS = [
-    "#2a2f36",
-    "#c9720a",
-    "#3b96cc",
-    "#00795a",
-    "#b0568a",
-    "#8a8200",
-    "#c33a00",
-    "#1f4fd0",
-    "#7a4fc0",
-    "#8a5a2b",
-    "#0f8a93",
-    "#5d7388",
-]
+    "#2a2f36", "#c9720a", "#3b96cc", "#00795a", "#b0568a", "#8a8200",
+    "#c33a00", "#1f4fd0", "#7a4fc0", "#8a5a2b", "#0f8a93", "#5d7388",
+]  # fmt: skip
 # The fixed colours of the paper's methods; other methods use the remaining colours of METHODS.
 KINDS = {name: METHODS[method.colour] for name, method in OF_PAPER.items() if method.colour is not None}
 ONE_LAYER: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (3, 1.5)), "alpha": 0.75}  # of many
@@ -60,46 +50,20 @@ TARGET: dict[str, Any] = {"color": INK, "linewidth": 0.7, "linestyle": (0, (2, 2
 DASHES = ("-", (0, (4, 1.6)), (0, (1, 1.4)), (0, (5, 1.4, 1, 1.4)))  # for methods of the same kind
 
 STYLE: dict[Any, Any] = {
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-    "font.size": 9,
-    "text.color": INK,
-    "text.parse_math": False,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": MUTED,
-    "axes.titlecolor": MUTED,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "legend.borderpad": 0,
-    "legend.borderaxespad": 0.2,
-    "legend.handlelength": 1.7,
-    "legend.handletextpad": 0.5,
-    "legend.columnspacing": 1.2,
-    "legend.labelspacing": 0.25,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 3,
-    "xtick.major.width": 0.6,
-    "ytick.major.size": 0,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 3,
-    "lines.solid_capstyle": "round",
-    "lines.solid_joinstyle": "round",
+    "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
+    "font.size": 9, "text.color": INK, "text.parse_math": False,
+    "axes.labelcolor": MUTED, "axes.titlecolor": MUTED, "axes.titlesize": 9, "axes.titlelocation": "left",
+    "axes.edgecolor": MUTED, "axes.linewidth": 0.6,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6,
+    "legend.frameon": False, "legend.fontsize": 8.5, "legend.borderpad": 0, "legend.borderaxespad": 0.2,
+    "legend.handlelength": 1.7, "legend.handletextpad": 0.5, "legend.columnspacing": 1.2, "legend.labelspacing": 0.25,
+    "xtick.color": MUTED, "ytick.color": MUTED,
+    "xtick.major.size": 3, "xtick.major.width": 0.6, "ytick.major.size": 0,
+    "lines.linewidth": 1.5, "lines.markersize": 3, "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round",
     "svg.fonttype": "none",
     "svg.hashsalt": "expert-threshold",  # so that identical figures give identical files
-}
+}  # fmt: skip
 """matplotlib's settings; they must be active while a figure is drawn and saved."""
 OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Micro Hei", "Noto Emoji", "Symbola")
 """Fonts for characters that DejaVu lacks, used where they are installed; without them a PNG shows boxes."""
@@ -144,16 +108,16 @@ def expert_colours(count: int) -> list[str]:
     return [to_hex(tuple(hsv_to_rgb((hue, 0.85, value)))) for hue, value in zip(hues, values, strict=True)]
 
 
-def strokes(methods: Sequence[Data]) -> list[dict[str, Any]]:
-    """Return the colour, the dashes and the label of each method; methods of the same kind share a colour."""
+def strokes(methods: Sequence[Data]) -> dict[str, dict[str, Any]]:
+    """Return the colour, the dashes and the label of each method, keyed by its name.
+
+    Methods of the same kind share a colour.
+    """
     kinds = [entry["kind"] for entry in methods]
     others = dict.fromkeys(kind for kind in kinds if kind not in KINDS)
     colours = KINDS | dict(zip(others, cycle(c for c in METHODS if c not in KINDS.values()), strict=False))
-    return [
-        {
-            "color": colours[entry["kind"]],
-            "linestyle": DASHES[kinds[:place].count(entry["kind"]) % len(DASHES)],
-            "label": entry["method"],
-        }
-        for place, entry in enumerate(methods)
-    ]
+    dashes = [DASHES[kinds[:place].count(kind) % len(DASHES)] for place, kind in enumerate(kinds)]
+    return {
+        entry["method"]: {"color": colours[entry["kind"]], "linestyle": dash, "label": entry["method"]}
+        for entry, dash in zip(methods, dashes, strict=True)
+    }
