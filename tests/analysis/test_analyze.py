@@ -24,19 +24,16 @@ from expert_threshold.analysis.results import by_method
 from expert_threshold.cli import main
 from expert_threshold.cli.analyze import named_domains
 from expert_threshold.runs import RunFolder
-from tiny_runs import RUNS
+from tiny_runs import RUNS, copy_run
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw as few random numbers as possible."""
-    for module, name, value in (
-        (page, "DPI", 20),
-        (load, "STEPS", 2),
-        (load, "TOKENS_PER_EXPERT", (64, 1024)),
-        (scores, "POOLS", 8),
-    ):
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(page, "DPI", 20)
+    monkeypatch.setattr(load, "STEPS", 2)
+    monkeypatch.setattr(load, "TOKENS_PER_EXPERT", (64, 1024))
+    monkeypatch.setattr(scores, "POOLS", 8)
 
 
 def analyze(*arguments: object) -> int:
@@ -118,11 +115,9 @@ def test_a_figure_is_drawn_from_nothing_but_its_data(name: str, out: Path, tmp_p
 
 def stopped_early(run: Path, to: Path) -> Path:
     """A copy of a run as it was after step 4, before which it was validated once."""
-    copy = shutil.copytree(run, to)
-    shutil.rmtree(copy / "checkpoints" / "step_000008")
-    lines = [line for line in (copy / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] <= 4]
-    (copy / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
-    return copy
+    copy_run(run, to, lambda record: record if record["step"] <= 4 else None)
+    shutil.rmtree(to / "checkpoints" / "step_000008")
+    return to
 
 
 def test_an_unfinished_seed_is_left_out_by_name_and_its_method_is_shown(
@@ -167,11 +162,9 @@ def test_a_method_without_a_finished_run_is_shown_and_marked_unfinished(
 
 
 def test_a_method_without_a_number_for_a_figure_is_named(runs: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(runs / "et", tmp_path / "et")
-    lines = [line for line in (copy / "metrics.jsonl").read_text().splitlines() if '"validation"' not in line]
-    (copy / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    copy_run(runs / "et", tmp_path / "et", lambda record: None if record["split"] == "validation" else record)
     names = "loss_by_method,train_against_validation"
-    assert analyze(runs / "tc", copy, "--figures", names, "--out", tmp_path / "out") == 0
+    assert analyze(runs / "tc", tmp_path / "et", "--figures", names, "--out", tmp_path / "out") == 0
     html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     for title in ("Validation loss by method", "Training and validation loss"):
         assert re.search(f"<li>{title} of ET: [^<]+</li>", html)
@@ -186,14 +179,8 @@ def test_cutoffs_are_compared_where_recorded_never_with_zeros_by_construction(ou
     np.testing.assert_allclose(np.transpose(threshold["deviation"]), lag, atol=1e-5)
     assert np.abs(np.array(threshold["deviation"])[:, 3:]).max() > 0
     np.testing.assert_allclose(np.transpose(threshold["load"]), [np.divide(each["usage"], 0.25) for each in layers])
-    moved = [
-        [
-            s > 0 or f > 0
-            for each in record["layers"].values()
-            for s, f in zip(each["saturation"], each["starvation"], strict=True)
-        ]
-        for record in train
-    ]
+    bounds = np.array([[(e["saturation"], e["starvation"]) for e in record["layers"].values()] for record in train])
+    moved = (bounds > 0).any(axis=2).reshape(len(train), -1)  # by record and expert
     assert threshold["bound"][:3] == [None] * 3  # warmup
     np.testing.assert_allclose(threshold["bound"][3:], np.mean(moved[3:], axis=1), rtol=1e-5)
     assert threshold["bound_share"] == pytest.approx(np.mean(moved[3:]), rel=1e-5)
@@ -219,10 +206,8 @@ def data_of(out: Path, name: str) -> Any:
 def test_the_data_are_what_the_runs_did(out: Path, runs: Path) -> None:
     methods = {entry["method"]: entry for entry in data_of(out, "loss_by_method")["methods"]}
     assert methods.keys() == {"dense", "TC", "TC loss-free", "EC 16", "EC 64", "ET", "ET no warmup"}
-    ends = []
-    for name in ("et", "et-1"):
-        records = RunFolder.open(runs / name).metrics.read()
-        ends.append([record["loss"] for record in records if record["split"] == "validation"][-1])
+    records = [RunFolder.open(runs / name).metrics.read() for name in ("et", "et-1")]
+    ends = [[record["loss"] for record in found if record["split"] == "validation"][-1] for found in records]
     assert methods["ET"]["points"][-1] == [8 * 64, pytest.approx(sum(ends) / 2, rel=1e-5)]
     assert methods["ET"]["seeds"] == 2
     pairs = [entry["method"] for entry in data_of(out, "shared_expert")["methods"]]
@@ -323,15 +308,12 @@ def test_what_cannot_be_analysed_is_reported_in_a_line(
 def test_a_text_that_has_changed_is_not_traced(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = shutil.copytree(runs / "et", tmp_path / "et")
-    config = json.loads((copy / "config.json").read_text())
-    config["data"]["source"] = str(write_lines(tmp_path / "new.jsonl", [{"text": f"text {n}"} for n in range(90)]))
-    (copy / "config.json").write_text(json.dumps(config))
+    new = write_lines(tmp_path / "new.jsonl", [{"text": f"text {n}"} for n in range(90)])
+    copy = copy_run(runs / "et", tmp_path / "et", data={"source": str(new)}).path
     line = refused(capsys, "analyze", copy, "--figures", "fanout_by_loss")
     assert "has changed since" in line
     assert "--data SOURCE" in line
-    named = ["--data", tmp_path / "new.jsonl", "--figures", "fanout_by_loss", "--tokens", 512]
-    assert analyze(copy, *named) == 0
+    assert analyze(copy, "--data", new, "--figures", "fanout_by_loss", "--tokens", 512) == 0
     assert (copy / "analysis" / "fanout_by_loss.svg").exists()
 
 
@@ -348,23 +330,11 @@ def test_a_figure_that_fails_is_named_and_the_others_are_made(
     assert f"<h3>{study.title}</h3><p>This figure failed: ZeroDivisionError" in (tmp_path / "report.html").read_text()
 
 
-def changed(run: Path, to: Path, **sections: dict[str, Any]) -> Path:
-    """A copy of a run whose configuration has other options."""
-    config = json.loads((shutil.copytree(run, to) / "config.json").read_text())
-    for section, options in sections.items():
-        config[section] |= options
-    (to / "config.json").write_text(json.dumps(config))
-    return to
-
-
 def test_a_method_with_many_options_of_its_own_is_called_by_its_folder(runs: Path, tmp_path: Path) -> None:
     many = {"embed_lr": 0.1, "head_lr": 0.1, "matrix_lr": 0.1, "router_lr": 0.1}
-    paths = [
-        changed(runs / "et", tmp_path / name / "seed_0", optim=many | own)
-        for name, own in (("a", {}), ("b", {"head_lr": 1.0}))
-    ]
-    again = changed(runs / "et", tmp_path / "other" / "a", optim=many | {"head_lr": 2.0})
-    methods = [run.method for run in read_methods([RunFolder.open(p) for p in (runs / "et", *paths, again)])]
+    rates = {"a/seed_0": 0.1, "b/seed_0": 1.0, "other/a": 2.0}
+    copies = [copy_run(runs / "et", tmp_path / name, optim=many | {"head_lr": rate}) for name, rate in rates.items()]
+    methods = [run.method for run in read_methods([RunFolder.open(runs / "et"), *copies])]
     assert methods[:3] == ["ET", "ET of a", "ET of b"]
     assert len(set(methods)) == 4  # two folders of one name are not one method
 
@@ -377,7 +347,7 @@ def test_seeds_of_a_method_differ_in_nothing_else_and_count_once(runs: Path, tmp
         "eval": {"train": {"eval_tokens": 64, "seed": 1}},
         "text": {"corpus": {"hash": "0123456789", "name": "a text with a name that is longer than a line"}},
     }
-    paths = [changed(runs / "et", tmp_path / name, **sections) for name, sections in copies.items()]
+    paths = [copy_run(runs / "et", tmp_path / name, **sections).path for name, sections in copies.items()]
     selection = select_runs(find_runs([str(runs / "et"), *map(str, paths)]))
     assert {run.folder.path.name: run.method for run in selection.runs} == {
         "et": "ET", "eval": "ET eval_tokens 64", "text": "ET on a text with a name that 01234567"

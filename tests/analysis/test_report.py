@@ -29,33 +29,21 @@ from expert_threshold.analysis.report import write_report
 from expert_threshold.compare.findings import Findings, read_runs
 from expert_threshold.compare.page import write_page
 from expert_threshold.runs import RunFolder
-from tiny_runs import SAMPLE
+from tiny_runs import SAMPLE, copy_run
 
 RULES = {"expert_threshold": "et", "expert_choice": "ec-batch", "token_choice": "tc", "dense": "dense"}
 """The rule -> the folder of its run."""
 OF_EVERY_RUN = {"Loss", "Bits per byte", "Tokens per second", "Learning rate", "Gradient norm"}
 OF_EXPERTS = {"Usage of each expert", "Load spread", "Fanout", "Spread of scores", "Spread of gates"}
 OF_CUTOFFS = {"Cutoffs", "Saturation", "Starvation"}
-FIGURES = {
-    "expert_threshold": OF_EVERY_RUN | OF_EXPERTS | OF_CUTOFFS,
-    "expert_choice": OF_EVERY_RUN | OF_EXPERTS | OF_CUTOFFS,
-    "token_choice": OF_EVERY_RUN | OF_EXPERTS,
-    "dense": OF_EVERY_RUN,
-}
+FIGURES = {"dense": OF_EVERY_RUN, "token_choice": OF_EVERY_RUN | OF_EXPERTS}
+FIGURES |= dict.fromkeys(("expert_threshold", "expert_choice"), OF_EVERY_RUN | OF_EXPERTS | OF_CUTOFFS)
 
 
 @pytest.fixture
 def run(runs: Path, tmp_path: Path) -> Callable[..., RunFolder]:
-    """A copy of the run by a rule, its metrics after `change`, which takes a record and returns it or None."""
-
-    def run(name: str = "expert_threshold", change: Callable[[Any], Any] = lambda record: record) -> RunFolder:
-        shutil.copytree(runs / RULES[name], tmp_path / name)
-        folder = RunFolder.open(tmp_path / name)
-        records = [changed for record in folder.metrics.read() if (changed := change(record)) is not None]
-        folder.metrics.path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return folder
-
-    return run
+    """A copy of the run by a rule, expert threshold unless another is named, changed as `copy_run` does."""
+    return lambda name="expert_threshold", *change: copy_run(runs / RULES[name], tmp_path / name, *change)
 
 
 @pytest.fixture
@@ -274,10 +262,8 @@ def chart(title: str) -> training.Chart:
 
 def run_of(train: Any = (), validation: Any = (), **others: Any) -> Any:
     """A run that recorded these lines."""
-    rule = {"rule": SimpleNamespace(experts_per_token=1), "model": SimpleNamespace(rule=None)}
-    return SimpleNamespace(
-        **{"train": train, "validation": validation, "target": 0.5, "warmup_steps": 2, **rule} | others
-    )
+    known = {"train": train, "validation": validation, "target": 0.5, "warmup_steps": 2}
+    return SimpleNamespace(**known, rule=SimpleNamespace(experts_per_token=1), **others)
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -339,17 +325,14 @@ def test_losses_by_method_end_in_their_names() -> None:
     curves = {"dense": [(1e6, 3.0), (2e6, 2.5)], "expert {threshold} $x$": [(1e6, 2.9), (2e6, None)], "none": []}
     methods = [{"method": name, "kind": name, "points": points} for name, points in curves.items()]
     axes = styled(draw_losses, {"methods": methods}).axes[0]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "expert {threshold} $x$  2.900",
-        "dense  2.500",
-    ]
+    named = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert named == ["expert {threshold} $x$  2.900", "dense  2.500"]
     assert axes.lines[0].get_xydata().tolist() == [[1e6, 3.0], [2e6, 2.5]]
 
 
 def test_a_figure_becomes_an_element_with_text_as_text() -> None:
-    element = svg(
-        styled(chart("Bits per byte").draw, run_of(bits_per_byte=[(1e6, 1.5), (2e6, 1.25)])), "own", "Bits & bytes"
-    )
+    figure = styled(chart("Bits per byte").draw, run_of(bits_per_byte=[(1e6, 1.5), (2e6, 1.25)]))
+    element = svg(figure, "own", "Bits & bytes")
     assert element.startswith("<svg ")
     assert 'aria-label="Bits &amp; bytes"' in element
     assert "1.250</text>" in element
@@ -433,14 +416,7 @@ def test_sentences_are_computed_from_the_numbers() -> None:
     spreads = {"1": {"score_std": 2.0}, "2": {"score_std": [1.0, 2.0]}}
     lines = chart("Spread of scores").say(run_of([{"step": 4, "layers": spreads}]))
     assert "from 1.5–2 at step 4 to 1.5–2 at step 4; the lowest is 1.5, at step 4 (layer 2)" in lines
-    cutoffs = [
-        {
-            "step": n,
-            "steps": 1,
-            "layers": {"1": {"cutoff": [1.0, -2.0], "cutoff_distance": [0.3, 0.4], "score_std": 2.0}},
-        }
-        for n in (1, 2)
-    ]
-    told = training.say_cutoffs(run_of(cutoffs))
+    layers = {"1": {"cutoff": [1.0, -2.0], "cutoff_distance": [0.3, 0.4], "score_std": 2.0}}
+    told = training.say_cutoffs(run_of([{"step": step, "steps": 1, "layers": layers} for step in (1, 2)]))
     assert "between −2.00 and 1.00" in told
     assert "lay on average 0.350 from the cutoff that its scores were compared with" in told

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +30,9 @@ RUNS: dict[str, tuple[Rule | None, dict[str, Any], int, str]] = {
     "ec-sequence": (ExpertChoice(4, pool="sequence"), {}, 0, "EC 16"),
     "et": (ET, {}, 0, "ET"),
     "et-1": (ET, {}, 1, "ET"),
-    "et-cold": (ExpertThreshold(num_experts=4, warmup_steps=0, decay=0.5), {}, 0, "ET no warmup"),
+    "et-cold": (replace(ET, warmup_steps=0), {}, 0, "ET no warmup"),
     "et-norm": (ET, {"gate_norm": "fanout"}, 0, "ET fanout norm"),
-    "et-unshared": (
-        ExpertThreshold(num_experts=4, experts_per_token=2, warmup_steps=3, decay=0.5),
-        {"shared_experts": 0},
-        0,
-        "ET no shared expert",
-    ),
+    "et-unshared": (replace(ET, experts_per_token=2), {"shared_experts": 0}, 0, "ET no shared expert"),
 }
 SAMPLE = "--- <script>alert('&amp;')</script>\x00\x0c after http://example.org\n"
 
@@ -60,4 +59,18 @@ def make_runs(folder: Path) -> Path:
             sample=lambda model, tokenizer, step: f"step {step} {SAMPLE}",
         )
     torch.set_num_threads(threads)
+    return folder
+
+
+def copy_run(
+    run: Path, to: Path, change: Callable[[Any], Any] = lambda record: record, **sections: dict[str, Any]
+) -> RunFolder:
+    """Copy a run. change: takes a record of its metrics, returns it or None. sections: options of its configuration."""
+    config = json.loads((shutil.copytree(run, to) / "config.json").read_text())
+    for section, options in sections.items():
+        config[section] |= options
+    (to / "config.json").write_text(json.dumps(config))
+    folder = RunFolder.open(to)
+    records = [changed for record in folder.metrics.read() if (changed := change(record)) is not None]
+    folder.metrics.path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder

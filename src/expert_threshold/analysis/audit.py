@@ -32,33 +32,26 @@ CHANGES = {"neighbours": "neighbours in the batch", "chunks": "chunks of the pre
 
 
 class Layer(NamedTuple):
-    """How a layer uses its experts. router: the name of the router.
+    """The use of a layer's experts."""
 
-    load: tokens of each expert, keyed by text. spread: largest load / mean load. entropy: entropy of the loads, which
-    is 1 if all are equal. dead: experts without tokens. fanout_counts: number of tokens with each fanout. drift: change
-    of an expert's mean score between the halves of a text, in standard deviations, as a root mean square over experts.
-    pairs: (expert, expert, shared tokens, ratio to the number expected if experts chose independently) for ratios
-    above 1. information: bits of information that a token's expert gives about the text.
-    """
-
-    router: str
-    load: dict[str, list[int]]
-    spread: float
-    entropy: float
-    dead: list[int]
+    router: str  # its name
+    load: dict[str, list[int]]  # tokens of each expert, keyed by text
+    spread: float  # largest load / mean load
+    entropy: float  # of the loads; 1 if they are equal
+    dead: list[int]  # experts without tokens
     fanout: float
-    fanout_counts: list[int]
-    drift: float
-    pairs: list[tuple[int, int, int, float]]
-    information: float
+    fanout_counts: list[int]  # tokens with each fanout
+    drift: float  # change of mean scores between halves of a text, in standard deviations; root mean square of experts
+    pairs: list[tuple[int, int, int, float]]  # two experts, their shared tokens, and the ratio to independent choices
+    information: float  # bits that a token's expert reveals about the text
 
 
 class Audit(NamedTuple):
-    """The findings of an audit of one model. dtype: the precision in which causality was tested."""
+    """The findings of an audit of one model."""
 
     model: str
     training: bool
-    dtype: str
+    dtype: str  # the precision in which causality was tested
     tolerance: float
     checks: list[Check]
     layers: list[Layer]
@@ -113,11 +106,11 @@ def audit(
     name: str = "model",
     progress: Progress = lambda what: lambda done, total: None,
 ) -> Audit:
-    """Audit a causal language model of this package or of transformers. Its training mode is restored afterwards.
+    """Audit a causal language model of this package or of transformers, and restore its training mode.
 
-    tokenizer: encodes text into token ids. texts: the documents of each text, keyed by name. tokens: number of tokens
-    on which loads are measured, divided among the texts. training: route as in training, but without dropout. Raises
-    ValueError if the model returns no logits, if its logits are random, or if a text is too short.
+    tokenizer: encodes text into token ids. texts: the documents of each text, keyed by name. tokens: the number of
+    tokens on which loads are measured, divided among the texts. training: route as in training, but without dropout.
+    Raises ValueError if the model returns no logits, if its logits are random, or if a text is too short.
     """
     start = [tokenizer.bos] if isinstance(tokenizer, Tokenizer) else []
     ids: dict[str, Tensor] = {}
@@ -169,7 +162,7 @@ def measure(
     context: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Layer]:
-    """Return how each layer with a router uses its experts. ids: tokens, keyed by text, which are cut into windows."""
+    """Measure how each layer with a router uses its experts. ids: token ids of each text, to be cut into windows."""
     sums: dict[str, _Sums] = {}
     texts = {}
     for text, tokens in ids.items():
@@ -196,9 +189,7 @@ class _Sums:
         self.load = {text: torch.zeros(experts, dtype=torch.int64) for text in texts}
         self.fanouts = torch.zeros(experts + 1, dtype=torch.int64)
         self.together = torch.zeros(experts, experts, dtype=torch.float64)
-        self.moments = torch.zeros(
-            3, 2, experts, dtype=torch.float64
-        )  # tokens, scores, squares of scores; half; expert
+        self.moments = torch.zeros(3, 2, experts, dtype=torch.float64)  # powers 0 to 2 of scores, half, expert
 
     def add(self, text: str, scores: Tensor, assignment: Tensor, late: Tensor) -> None:
         """Add tokens of a text. late: (tokens,), True in the second half of the text."""

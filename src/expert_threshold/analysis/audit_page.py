@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .audit import CHANGES, Audit
 from .figures.plot import colour_scale, deviations, panels, whole_ticks
-from .figures.style import WIDE
+from .figures.style import WIDE, Figure
 from .page import exhibit, exhibits, page, section, table, text
 from .sentences import fixed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 CAUSALITY = (
     "For each change there are positions that it must not affect. A position counts as changed if a logit changes by "
@@ -44,41 +40,34 @@ def _checks(audit: Audit) -> str:
     for check in audit.checks:
         first = next((name for name, positions in check.routers.items() if positions), "–")
         verdict = "leaks" if check.changed else "holds" if check.positions else "not judged"
-        numbers = (
-            (f"{check.changed:,} of {check.positions:,}", f"{check.largest:.2g}") if check.positions else ("–", "–")
-        )
-        rows.append((CHANGES.get(check.what, check.what), verdict, *numbers, first, check.reason or "–"))
+        counts = f"{check.changed:,} of {check.positions:,}" if check.positions else "–"
+        largest = f"{check.largest:.2g}" if check.positions else "–"
+        rows.append((CHANGES.get(check.what, check.what), verdict, counts, largest, first, check.reason or "–"))
     head = ("change", "verdict", "positions", "largest change of a logit", "other experts from", "note")
     return table(head, rows, "Causality")
 
 
 def _layers(audit: Audit) -> str:
-    rows = [
-        (
-            layer.router,
-            fixed(layer.fanout, 2),
-            fixed(layer.spread, 2),
-            fixed(layer.entropy, 3),
-            ", ".join(map(str, layer.dead)) or "none",
-            fixed(layer.drift, 3),
-            fixed(layer.information, 3),
-            ", ".join(f"{first} and {second} ({ratio:.1f})" for first, second, _, ratio in layer.pairs[:3]) or "none",
-        )
-        for layer in audit.layers
-    ]
+    rows = []
+    for layer in audit.layers:
+        uses = fixed(layer.fanout, 2), fixed(layer.spread, 2), fixed(layer.entropy, 3)
+        dead = ", ".join(map(str, layer.dead)) or "none"
+        pairs = ", ".join(f"{one} and {other} ({ratio:.1f})" for one, other, _, ratio in layer.pairs[:3]) or "none"
+        rows.append((layer.router, *uses, dead, fixed(layer.drift, 3), fixed(layer.information, 3), pairs))
     return table(("router", "fanout", "largest / mean", "entropy", "dead", "drift", "bits", "pairs"), rows, "Layers")
 
 
 def draw_loads(audit: Audit) -> Figure:
     """Draw load / mean load, with a row for each layer and a panel for each text."""
     texts = list(audit.layers[0].load)
+    experts = max(len(layer.fanout_counts) - 1 for layer in audit.layers)
     figure, every = panels(WIDE, texts, min(0.25 * len(audit.layers) + 0.5, 6), "expert", "layer")
     for axes, name in zip(every, texts, strict=True):
-        ratios = np.full((len(audit.layers), max(len(layer.fanout_counts) - 1 for layer in audit.layers)), np.nan)
+        ratios = np.full((len(audit.layers), experts), np.nan)
         for row, layer in zip(ratios, audit.layers, strict=True):
             row[: len(layer.load[name])] = np.array(layer.load[name]) / max(np.mean(layer.load[name]), 1e-12)
         colours = deviations(axes, ratios)
-        for axis in (axes.xaxis, axes.yaxis):
-            whole_ticks(axis)
+        whole_ticks(axes.xaxis)
+        whole_ticks(axes.yaxis)
     colour_scale(every, colours, {-1: "½ mean", 0: "mean", 1: "2 × mean"})
     return figure

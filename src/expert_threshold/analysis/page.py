@@ -24,16 +24,13 @@ from .results import by_method
 
 
 class Exhibit(NamedTuple):
-    """A figure with its caption. If there is no figure, the caption is the reason why it is not shown.
-
-    files: the name of its files next to the page, without suffix. failed: True if the reason is an error.
-    """
+    """A figure with its caption. If there is no figure, the caption is the reason why it is not shown."""
 
     title: str
     caption: str
     figure: Figure | None = None
-    files: str | None = None
-    failed: bool = False
+    files: str | None = None  # name of its files next to the page, without suffix
+    failed: bool = False  # whether the reason is an error
 
 
 def exhibit(title: str, make: Callable[[], tuple[str, Figure]], files: str | None = None) -> Exhibit:
@@ -57,11 +54,9 @@ def _describe(error: Exception) -> str:
     """Return the error message in one line, with its type and location unless it is meant for users."""
     text = " ".join(str(error).split()).rstrip(".")
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        text
-        if type(error) is ValueError and "expert_threshold" in place.filename
-        else (f"{type(error).__name__}: {text} ({Path(place.filename).name}, line {place.lineno})")
-    )
+    if type(error) is ValueError and "expert_threshold" in place.filename:
+        return text
+    return f"{type(error).__name__}: {text} ({Path(place.filename).name}, line {place.lineno})"
 
 
 DPI = 200  # of PNG files
@@ -115,20 +110,20 @@ def facts(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def folded(summary: str, content: str) -> str:
-    """Return content that stays collapsed until its summary is clicked."""
+    """Return content that is collapsed until its summary is clicked."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
 def exhibits(title: str, entries: Iterable[Exhibit]) -> str:
     """Return a section of figures side by side, with errors noted, or an empty string if there are no figures."""
-    figures = "\n".join(
-        _figure(f"{title} {entry.title}", entry, entry.figure)
-        if entry.figure is not None
-        else f"<figure><h3>{escape(entry.title)}</h3><p>This figure failed: {escape(entry.caption)}.</p></figure>"
-        for entry in entries
-        if entry.figure is not None or entry.failed
-    )
-    return section(title, f'<div class="figures">\n{figures}\n</div>' if figures else "")
+    figures = []
+    for entry in entries:
+        if entry.figure is not None:
+            figures.append(_figure(f"{title} {entry.title}", entry, entry.figure))
+        elif entry.failed:
+            reason = f"<p>This figure failed: {escape(entry.caption)}.</p>"
+            figures.append(f"<figure><h3>{escape(entry.title)}</h3>{reason}</figure>")
+    return section(title, '<div class="figures">\n' + "\n".join(figures) + "\n</div>" if figures else "")
 
 
 def left_out(entries: Iterable[Exhibit]) -> str:
@@ -169,7 +164,7 @@ def links(runs: Sequence[Run], folder: Path, **others: Path) -> str:
 
 
 def text_block(text: str) -> str:
-    """Return preformatted text; control characters, which HTML forbids, are replaced."""
+    """Return preformatted text, with control characters replaced, since HTML forbids them."""
     visible = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
     return f"<pre>{escape(visible)}</pre>"
 
@@ -178,16 +173,18 @@ def _figure(name: str, exhibit: Exhibit, figure: Figure) -> str:
     drawn = svg(figure, re.sub(r"\W+", "-", name.lower()), f"Chart: {exhibit.title}")  # the caption describes it
     width, height = figure.get_size_inches()
     layout = f"{'wide' if width > NARROW else ''}{' tall' if height > TALL * width else ''}".strip()
-    kinds = {"png": "PNG", "svg": "SVG", "json": "data"} if exhibit.files else {}
-    links = "".join(f' <a href="{escape(str(exhibit.files))}.{kind}">{what}</a>' for kind, what in kinds.items())
-    files = f' <span class="files">{links}</span>' if links else ""
-    numbers = json.dumps(panels).replace("<", "\\u003c") if (panels := charts(figure)) else ""
-    values = '<details class="values"><summary>Values</summary></details><script type="application/json">'
+    files = values = ""
+    if exhibit.files:
+        kinds = {"png": "PNG", "svg": "SVG", "json": "data"}
+        links = (f' <a href="{escape(exhibit.files)}.{kind}">{what}</a>' for kind, what in kinds.items())
+        files = f' <span class="files">{"".join(links)}</span>'
+    if panels := charts(figure):
+        numbers = json.dumps(panels).replace("<", "\\u003c")
+        script = f'<script type="application/json">{numbers}</script>'
+        values = f'<details class="values"><summary>Values</summary></details>{script}'
     return (
-        f'<figure class="{layout}"><h3>{escape(exhibit.title)}</h3>\n'
-        f'<div class="chart">{drawn}</div>\n'
-        f"<figcaption>{escape(exhibit.caption)}{files} <span class=scales></span></figcaption>"
-        f"{f'{values}{numbers}</script>' if numbers else ''}</figure>"
+        f'<figure class="{layout}"><h3>{escape(exhibit.title)}</h3>\n<div class="chart">{drawn}</div>\n'
+        f"<figcaption>{escape(exhibit.caption)}{files} <span class=scales></span></figcaption>{values}</figure>"
     )
 
 
@@ -199,30 +196,26 @@ def charts(figure: Figure) -> list[dict[str, Any]]:
     width, height = 72 * figure.get_size_inches()
     found = []
     for place, axes in enumerate(figure.axes):
-        lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
-        lines = [line for line in lines if line.get_transform() == axes.transData and np.size(line.get_xdata())]
-        if not lines:
+        named = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+        named = [line for line in named if line.get_transform() == axes.transData and np.size(line.get_xdata())]
+        if not named:
             continue
         left, bottom, right, top = axes.get_position().extents
-        data = [np.asarray(line.get_xydata(), dtype=float) for line in lines]
+        data = {line: np.asarray(line.get_xydata(), dtype=float) for line in named}
         below = (other.get_xlabel() for other in [axes, *reversed(figure.axes)])
-        found.append(
-            {
-                "axes": place,
-                "title": axes.get_title(loc="left") or axes.get_ylabel(),
-                "xlabel": next(filter(None, below), ""),
-                "box": [left * width, (1 - top) * height, right * width, (1 - bottom) * height],
-                "xlim": axes.get_xlim(),
-                "ylim": axes.get_ylim(),
-                "log": [axis.get_scale() == "log" for axis in (axes.xaxis, axes.yaxis)],
-                "scalable": not axes.images and not axes.patches and max(map(len, data)) > 2,
-                "lines": [
-                    {"name": str(line.get_label()), "x": points[:, 0], "y": points[:, 1]}
-                    for line, points in zip(lines, data, strict=True)
-                ],
-            }
-        )
-    return list(plain(found))
+        panel = {
+            "axes": place,
+            "title": axes.get_title(loc="left") or axes.get_ylabel(),
+            "xlabel": next(filter(None, below), ""),
+            "box": [left * width, (1 - top) * height, right * width, (1 - bottom) * height],
+            "xlim": axes.get_xlim(),
+            "ylim": axes.get_ylim(),
+            "log": [axis.get_scale() == "log" for axis in (axes.xaxis, axes.yaxis)],
+            "scalable": not axes.images and not axes.patches and max(map(len, data.values())) > 2,
+            "lines": [{"name": str(line.get_label()), "x": xy[:, 0], "y": xy[:, 1]} for line, xy in data.items()],
+        }
+        found.append(plain(panel))
+    return found
 
 
 def save_figure(draw: Callable[[], Figure], path: Path) -> Figure:

@@ -167,7 +167,7 @@ class Run:
 
 
 def damaged(folder: RunFolder) -> AbstractContextManager[None]:
-    """Return a context that names the folder and a remedy if a run of a comparison cannot be read."""
+    """Return a context in which an unreadable run of a comparison raises ValueError with the folder and a remedy."""
     remedy = f"restore it from a backup, or remove {folder.path} to train that run again"
     return corrupted_file_error(folder.path, remedy)
 
@@ -181,19 +181,14 @@ def read_run(folder: RunFolder, method: str = "") -> Run:
 
 def require_numbers(record: Record) -> None:
     """Raise an error for `corrupted_file_error` unless the loss and the measures of all layers are numbers."""
-    _require_numbers("loss", record["loss"])
-    for layer, measures in record["layers"].items():
+    measures = [("loss", record["loss"])]
+    for layer, own in record["layers"].items():
         int(layer)
-        for name, value in measures.items():
-            _require_numbers(name, value)
-
-
-def _require_numbers(name: str, value: Any) -> None:
-    if isinstance(value, list):
-        for each in value:
-            _require_numbers(name, each)
-    elif not isinstance(value, int | float | None):
-        raise TypeError(f"{name} holds {value!r}, which is not a number")
+        measures += own.items()
+    for name, value in measures:
+        for number in value if isinstance(value, list) else [value]:
+            if not isinstance(number, int | float | None):
+                raise TypeError(f"{name} is {number!r}, which is not a number")
 
 
 def series(records: Sequence[Record], key: str) -> Points:
