@@ -26,24 +26,14 @@ def write_report(folder: RunFolder, say: Callable[[str], None] = lambda line: No
     Raises ValueError with the remedy if a record is damaged or matplotlib is missing, and OSError if the disk is full.
     """
     run = read_run(folder)
-    chosen = {"Learning": list(drawn(LEARNING, run)), "Routing": list(drawn(ROUTING, run))}
-    every = [entry for entries in chosen.values() for entry in entries]
-    for entry in every:
+    learning, routing = list(drawn(LEARNING, run)), list(drawn(ROUTING, run))
+    for entry in (*learning, *routing):
         if entry.failed:
             say(f"warning: the figure {entry.title} of the report failed: {entry.caption}")
-    config = json.dumps(run.config, indent=2, ensure_ascii=False)
-    content = page(
-        f"{folder.path.resolve().name}: {run.rule_name}",
-        [
-            header(run),
-            as_html(),
-            warnings(run),
-            *(exhibits(title, entries) for title, entries in chosen.items()),
-            samples(folder),
-            left_out(every),
-            section("Configuration", folded("config.json", text_block(config))),
-        ],
-    )
+    body = [header(run), as_html(), warnings(run), exhibits("Learning", learning), exhibits("Routing", routing)]
+    config = folded("config.json", text_block(json.dumps(run.config, indent=2, ensure_ascii=False)))
+    body += [samples(folder), left_out([*learning, *routing]), section("Configuration", config)]
+    content = page(f"{folder.path.resolve().name}: {run.rule_name}", body)
     # A path in config.json may contain bytes that are not UTF-8.
     replace_file(folder.report, content.encode(errors="replace"))
     return folder.report
@@ -81,12 +71,9 @@ def _facts(run: Run, parameters: dict[str, int]) -> Iterator[tuple[str, str]]:
     model, rule, train, corpus, versions = (run.config[key] for key in ("model", "rule", "train", "corpus", "versions"))
     records = (*run.train, *run.validation, *run.events)
     step = max([record["step"] for record in records] + run.folder.checkpoints(), default=0)
-    preset = [name for name, sizes in PRESETS.items() if sizes.items() <= model.items()]
-    yield (
-        "Model",
-        f"{f'{preset[0]}: ' if preset else ''}{model['layers']} layers of width {model['d_model']}, {model['heads']} "
-        f"heads, context {model['context']:,}, vocabulary {model['vocab_size']:,}",
-    )
+    preset = next((f"{name}: " for name, sizes in PRESETS.items() if sizes.items() <= model.items()), "")
+    size = f"{model['layers']} layers of width {model['d_model']}, {model['heads']} heads"
+    yield "Model", f"{preset}{size}, context {model['context']:,}, vocabulary {model['vocab_size']:,}"
     yield "Parameters", f"{parameters['total']:,} in total, {parameters['active']:,} active per token"
     name, *options = (_plain(value) if key == "name" else f"{key} {_plain(value)}" for key, value in rule.items())
     yield "Rule", f"{name}{': ' if options else ''}{', '.join(options)}"
@@ -106,16 +93,11 @@ def _facts(run: Run, parameters: dict[str, int]) -> Iterator[tuple[str, str]]:
 def warnings(run: Run) -> str:
     """Return a section on skipped steps and dead experts, or an empty string if there were none."""
     lines = []
-    skipped = [f"{record['step']:,}" for record in run.events if record["event"] == "skipped_step"]
-    if skipped:
+    if skipped := [f"{event['step']:,}" for event in run.events if event["event"] == "skipped_step"]:
         lines.append(f"Skipped because the loss, a gradient or scores were not finite: {_some(skipped, 'step')}.")
-    dead = [
-        f"{record['expert']} of layer {record['layer']} (up to step {record['step']:,})"
-        for record in run.events
-        if record["event"] == "dead_expert"
-    ]
-    if dead:
-        lines.append(f"Received no tokens between two lines of metrics: {_some(dead, 'expert')}.")
+    dead = [event for event in run.events if event["event"] == "dead_expert"]
+    if names := [f"{event['expert']} of layer {event['layer']} (up to step {event['step']:,})" for event in dead]:
+        lines.append(f"Received no tokens between two lines of metrics: {_some(names, 'expert')}.")
     return section("Warnings", *map(text, lines))
 
 

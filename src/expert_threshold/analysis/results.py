@@ -13,9 +13,7 @@ from ..routing import DENSE
 from .records import Result
 from .sentences import fixed, listed
 
-OfMethod = TypeVar("OfMethod", bound=Any)
-"""A record with a `method`."""
-
+OfMethod = TypeVar("OfMethod", bound=Any)  # a record with a `method`
 
 HEADERS = ("method", "seeds", "validation loss", "bits per byte", "tokens/s", "max load / mean", "fanout")
 NOTES = (
@@ -68,19 +66,16 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
 
     Standard deviations are None for a single run.
     """
-    return [
-        {
-            "method": method,
-            "seeds": len(runs),
-            "loss": over_runs(runs, "loss"),
-            "loss_std": over_runs(runs, "loss", stdev),
-            "bits_per_byte": over_runs(runs, "bits_per_byte"),
-            "bits_per_byte_std": over_runs(runs, "bits_per_byte", stdev),
-            "tokens_per_second": over_runs(runs, "tokens_per_second", median),
-        }
-        | {name: over_runs(runs, name) for name in ("load_spread", "fanout_mean", "fanout_std", "load_spread_trained")}
-        for method, runs in by_method(results).items()
-    ]
+    rows = []
+    for method, runs in by_method(results).items():
+        row: dict[str, Any] = {"method": method, "seeds": len(runs)}
+        for name in ("loss", "bits_per_byte"):
+            row |= {name: over_runs(runs, name), f"{name}_std": over_runs(runs, name, stdev)}
+        row["tokens_per_second"] = over_runs(runs, "tokens_per_second", median)
+        for name in ("load_spread", "fanout_mean", "fanout_std", "load_spread_trained"):
+            row[name] = over_runs(runs, name)
+        rows.append(row)
+    return rows
 
 
 def over_runs(runs: Sequence[Result], name: str, statistic: Callable[[list[float]], float] = mean) -> float | None:
@@ -104,16 +99,10 @@ def cells(rows: Sequence[Mapping[str, Any]], emphasise: Callable[[str], str]) ->
         best = name in ("loss", "bits_per_byte") and value is not None
         return emphasise(text) if best and value == min(r[name] for r in rows if r[name] is not None) else text
 
+    columns = {"loss": 3, "bits_per_byte": 3, "tokens_per_second": 0, "load_spread_trained": 2, "fanout_mean": 2}
+    spreads = {"loss": "loss_std", "fanout_mean": "fanout_std"}
     return [
-        [
-            row["method"],
-            str(row["seeds"]),
-            shown(row, "loss", 3, "loss_std"),
-            shown(row, "bits_per_byte", 3),
-            shown(row, "tokens_per_second", 0),
-            shown(row, "load_spread_trained", 2),
-            shown(row, "fanout_mean", 2, "fanout_std"),
-        ]
+        [row["method"], str(row["seeds"]), *(shown(row, name, n, spreads.get(name, "")) for name, n in columns.items())]
         for row in rows
     ]
 

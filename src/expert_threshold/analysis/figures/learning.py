@@ -168,7 +168,8 @@ def draw_batch_size_scaling(data: Data) -> Figure:
     measured = any(entry["core"] is not None for entry in data["methods"])
     pools = array([entry["pool"] for entry in choice])
     (largest,) = strokes(choice[-1:]).values()
-    train, held_out = ({"color": colour, "marker": "o"} for colour in (MUTED, largest["color"]))
+    train: dict[str, Any] = {"color": MUTED, "marker": "o"}
+    held_out = train | {"color": largest["color"]}
     lines = {f"{name}, validation": stroke for name, stroke in strokes(threshold).items()}
     key = {"training, by pool": train, "validation, by pool": held_out} | lines
     titles = ["nats per token", "CORE (%)"][: 1 + measured]

@@ -34,12 +34,11 @@ def draw_loss(run: Run) -> Figure:
 
 
 def say_loss(run: Run) -> str:
-    made, measured = finite(series(run.train, "cross_entropy")), finite(series(run.validation, "loss"))
     parts = []
-    if made:
+    if made := finite(series(run.train, "cross_entropy")):
         (first, start), (last, end) = made[0], made[-1]
         parts.append(f"training went from {start:.3f} at step {first:,} to {end:.3f} at step {last:,}")
-    if measured:
+    if measured := finite(series(run.validation, "loss")):
         step, value = measured[-1]
         before, than = mean_loss(run.train, LATE, int(step)), ""
         if before is not None:
@@ -83,19 +82,18 @@ def draw_usage(run: Run) -> Figure:
 
 def say_usage(run: Run) -> str:
     shares = {
-        (layer, expert): fmean(late)
+        f"expert {expert} of layer {layer}": fmean(late)
         for layer, (steps, values) in expert_series(run.train, "usage").items()
         for expert, column in enumerate(values.T)
         if (late := _late(list(zip(steps.tolist(), column.tolist(), strict=True))))
     }
-    least, most = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
-    low, high, target = percent(shares[least]), percent(shares[most]), percent(run.target)
+    edges = (edge(shares.items(), key=itemgetter(1)) for edge in (min, max))
+    low, high = (f"{percent(share)} ({name})" for name, share in edges)
     near = sum(run.target / 2 <= share <= 2 * run.target for share in shares.values())
     some = f"All {near} experts" if near == len(shares) else f"{near} of {len(shares)} experts"
     return (
-        f"Over the last quarter of the steps, an expert got on average {low} (expert {least[1]} of layer {least[0]}) "
-        f"to {high} (expert {most[1]} of layer {most[0]}) of the tokens; the target is {target}. {some} got between "
-        "half and twice the target."
+        f"Over the last quarter of the steps, an expert got on average {low} to {high} of the tokens; the target is "
+        f"{percent(run.target)}. {some} got between half and twice the target."
     )
 
 
@@ -159,8 +157,7 @@ def draw_cutoffs(run: Run) -> Figure:
 
 def say_cutoffs(run: Run) -> str:
     ends = [values[np.isfinite(values).any(1)][-1] for _, values in expert_series(run.train, "cutoff").values()]
-    low, high = float(np.nanmin(ends)), float(np.nanmax(ends))
-    text = f"The cutoffs end between {low:.2f} and {high:.2f}.".replace("-", "−")
+    text = f"The cutoffs end between {np.nanmin(ends):.2f} and {np.nanmax(ends):.2f}.".replace("-", "−")
     distances, spreads = (
         [y for points in layer_series(run.train, key).values() for y in _late(points)]
         for key in ("cutoff_distance", "score_std")
@@ -186,13 +183,13 @@ def _each_point(train: Sequence[Record]) -> str:
 
 
 class Chart(NamedTuple):
-    """A figure of the report, for runs that recorded its numbers. of_cutoffs: True if only rules with cutoffs do."""
+    """A figure of the report, for runs that recorded its numbers."""
 
     title: str
     numbers: Callable[[Run], object]
     draw: Callable[[Run], Figure]
     say: Callable[[Run], str]
-    of_cutoffs: bool = False
+    of_cutoffs: bool = False  # whether only rules with cutoffs record them
 
     def make(self, run: Run) -> tuple[str, Figure]:
         return self.say(run), self.draw(run)
@@ -216,16 +213,15 @@ def lines_chart(
     unit, number = (100, "{:.3g} %") if share else (1, number)
 
     def known(run: Run) -> dict[str, list[tuple[float, float]]]:
-        found = {lines: series(run.train, lines)} if isinstance(lines, str) else lines(run)
+        found = {panel: series(run.train, lines)} if isinstance(lines, str) else lines(run)
         return {name: [(x, unit * y) for x, y in points] for name, points in found.items() if finite(points)}
 
     def draw(run: Run) -> Figure:
         figure, axes = plot.single(NARROW, title=panel)
         shown: Mapping[str, Points] = known(run)
         if isinstance(lines, str):
-            ((_, raw),) = shown.items()
-            plot.line(axes, raw, label=panel, **RAW)
-            shown = {"running mean": plot.smooth(raw)}
+            plot.line(axes, shown[panel], label=panel, **RAW)
+            shown = {"running mean": plot.smooth(shown[panel])}
         colours = [ACCENT] if len(shown) == 1 else METHODS if scale == "log" else layer_colours(len(shown))
         plot.named_lines(axes, shown, colours, "" if share or len(shown) > 1 else number)
         if scale == "log":
@@ -251,17 +247,15 @@ def say_course(lines: Mapping[str, Points], number: str, x: str = "step") -> str
     def shown(place: float) -> str:
         return f"at step {place:,}" if x == "step" else f"after {short(place)} tokens"
 
-    ends = []
-    for place in (0, -1):
+    def end(place: int) -> str:
         low, high = (number.format(edge(points[place][1] for points in lines.values())) for edge in (min, max))
-        where = shown(max(points[place][0] for points in lines.values()))
-        ends.append(f"{low if low == high else f'{low}–{high}'} {where}")
-    every = [(y, place, name) for name, points in lines.items() for place, y in points]
-    edges = []
-    for edge in (min, max):
-        y, at, name = edge(every, key=itemgetter(0))
-        edges.append(f"{number.format(y)}, {shown(at)}{f' ({name})' if len(lines) > 1 else ''}")
-    return f"It went from {ends[0]} to {ends[1]}; the lowest is {edges[0]}, and the highest is {edges[1]}."
+        return f"{low if low == high else f'{low}–{high}'} {shown(max(points[place][0] for points in lines.values()))}"
+
+    def edge(of: Callable[..., tuple[float, float, str]]) -> str:
+        y, at, name = of(((y, at, name) for name, points in lines.items() for at, y in points), key=itemgetter(0))
+        return f"{number.format(y)}, {shown(at)}{f' ({name})' if len(lines) > 1 else ''}"
+
+    return f"It went from {end(0)} to {end(-1)}; the lowest is {edge(min)}, and the highest is {edge(max)}."
 
 
 def _load_spreads(run: Run) -> dict[str, list[tuple[float, float]]]:
