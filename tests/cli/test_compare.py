@@ -43,11 +43,7 @@ from expert_threshold.runs import RunFolder
 from expert_threshold.train import device
 
 CHOSEN = ["dense", "token_choice", "expert_threshold"]
-
-
 STEPS = 4
-
-
 CLOCKS = {"tokens_per_second", "seconds", "elapsed", "clock", "seconds_to_loss", "at_seconds"}
 
 
@@ -56,7 +52,7 @@ def record_of(out: Path) -> Any:
 
 
 def runs_in(folder: Path) -> dict[str, bytes]:
-    """Every file of the runs."""
+    """Return the content of every file in the runs, keyed by path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.glob("*/seed_*/**/*")) if p.is_file()}
 
 
@@ -173,9 +169,8 @@ def judged(method: str, mean: float, half: float, verdict: Verdict = "open") -> 
 
 
 def test_an_outlier_does_not_flatten_the_figure_of_differences() -> None:
-    close, wide, also, far = (
-        judged(*row) for row in (("close", 0.01, 0.02), ("wide", 0.02, 0.9), ("also", -0.01, 0.03), ("far", 0.7, 3.0))
-    )
+    close, wide = judged("close", 0.01, 0.02), judged("wide", 0.02, 0.9)
+    also, far = judged("also", -0.01, 0.03), judged("far", 0.7, 3.0)
     axes = draw_differences([close, wide, also, far], "base", 0.01).axes[0]
     assert axes.get_xlim()[1] == pytest.approx(1.05 * 3 * (0.04 + 0.92) / 2)  # that of most
     near = draw_differences([close, also, also, far], "base", 0.01).axes[0]
@@ -186,9 +181,8 @@ def test_an_outlier_does_not_flatten_the_figure_of_differences() -> None:
     assert arrows == {"<": [-cut.get_xlim()[1]], ">": [cut.get_xlim()[1]]}  # of "wide", which extends beyond them
     assert [line.get_xdata() for line in near.lines if line.get_marker() in ("<", ">")] == [[-near.get_xlim()[1]]]
     diverged = Judged("diverged", 3, None, None, None, None, None, None)
-    assert (
-        draw_differences([diverged, close], "base", 0.01).axes[0].get_xlabel().startswith("validation loss minus base")
-    )
+    axes = draw_differences([diverged, close], "base", 0.01).axes[0]
+    assert axes.get_xlabel().startswith("validation loss minus base")
 
 
 def test_the_figure_of_differences_tells_verdicts_by_colour() -> None:
@@ -264,7 +258,7 @@ def test_methods_see_the_same_data_under_one_seed(
 
 
 def swept(folder: Path, **options: dict[str, Any]) -> Path:
-    """A folder with the best options of methods, by name."""
+    """Return a folder with the best options of methods, as a sweep writes them."""
     for method, sections in options.items():
         (folder / method).mkdir(parents=True)
         rule = {"name": methods()[method].rule or "dense"}
@@ -577,17 +571,15 @@ def test_an_option_of_rules_reaches_every_method_that_leaves_it_open() -> None:
             assert rule.decay == (0 if "last_batch" in name else 0.5)
 
 
-def result(method: str, seed: int, loss: float | None, curve: list[tuple[int, float | None]] | None = None) -> Result:
-    clock = [tokens * (1.0 + seed) for tokens, _ in curve or []]
-    return Result(
-        method, seed, loss, loss, 100.0 + seed, None, None, None, curve or [], clock, 1.0, None, None, None, None
-    )
+def result(seed: int, loss: float | None, curve: list[tuple[int, float | None]]) -> Result:
+    clock = [tokens * (1.0 + seed) for tokens, _ in curve]
+    return Result("dense", seed, loss, loss, 100.0, None, None, None, curve, clock, 1.0, None, None, None, None)
 
 
 def test_a_curve_is_the_mean_over_seeds_where_all_were_validated() -> None:
     runs = [
-        result("dense", 0, 1.0, [(5, 9.0), (10, 3.0), (20, 1.0)]),  # validated at 5 too
-        result("dense", 1, 2.0, [(10, 5.0), (20, None)]),
+        result(0, 1.0, [(5, 9.0), (10, 3.0), (20, 1.0)]),  # validated at 5 too
+        result(1, 2.0, [(10, 5.0), (20, None)]),
     ]
     assert [entry["points"] for entry in curves(runs)["methods"]] == [[(10, 4.0), (20, None)]]
     assert [entry["points"] for entry in curves(runs, by_seconds=True)["methods"]] == [[(15.0, 4.0), (30.0, None)]]
@@ -652,7 +644,7 @@ def rows_of(join: Options) -> dict[str, int]:
 
 
 def record(folder: Path, path: str, value: Any, but: str = "", seeds: int = 0) -> None:
-    """Change config.json of every run in `folder` but those of a method; seeds: added to the runs' seeds."""
+    """Change config.json of all runs except those of the method `but`. seeds: a number to add to the seeds."""
     for file in sorted(folder.glob("*/seed_*/config.json"), reverse=True):
         if file.parents[1].name != but:
             with edit(file) as config:
@@ -714,7 +706,7 @@ def test_runs_of_one_name_have_one_recipe_whatever_their_seeds(join: Options, co
 def test_runs_that_started_from_another_run_have_a_row_of_their_own(
     join: Options, copy: Path, refused: Refused, again: Options, tmp_path: Path
 ) -> None:
-    """Regression: they counted as further seeds of the runs from scratch."""
+    """Regression: they counted as additional seeds of the runs from scratch."""
     record(copy, "init_from", "/runs/first", seeds=10)
     assert rows_of(join) == dict.fromkeys([*CHOSEN, *(f"{method} (initialised)" for method in CHOSEN)], 2)
     assert "from scratch unless another is named" in (tmp_path / "out" / "compare.md").read_text()
@@ -741,7 +733,7 @@ def test_a_name_tells_the_sizes_that_most_runs_do_not_have() -> None:
 
 
 def test_seconds_of_two_machines_are_not_compared(join: Options, small: Options, copy: Path, tmp_path: Path) -> None:
-    """Neither when comparisons are joined nor when one is continued on another machine."""
+    """This applies to joined comparisons and to comparisons continued on another machine."""
     record(copy, "machine.cpu", "another", seeds=10)
     assert et(*join) == 0
     assert et("compare", *small, "--rules", "token_choice", "--seeds", 1, "--out", copy) == 0

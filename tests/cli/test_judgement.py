@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,18 +14,13 @@ from expert_threshold.analysis.records import Result
 from expert_threshold.compare.judgement import judge, judged_cells, loss_at
 from expert_threshold.compare.paired import corrected, holm, paired, residual_spread, student
 
+Times = Sequence[float]
 
-def result(
-    method: str,
-    seed: int,
-    losses: list[float | None],
-    clock: list[float] | None = None,
-    flops: list[float] | None = None,
-) -> Result:
-    curve = [(10 * (i + 1), loss) for i, loss in enumerate(losses)]
-    clock = clock or [float(i + 1) for i in range(len(losses))]
-    flops = flops or clock
-    return Result(method, seed, losses[-1], 1.0, 1.0, 1.0, 1.0, 0.0, curve, clock, flops, 1.0, 1.0, 0.0, 0.0)
+
+def result(method: str, seed: int, losses: list[Any], clock: Times = (), flops: Times = ()) -> Result:
+    curve = [(10 * place, loss) for place, loss in enumerate(losses, start=1)]
+    clock = clock or [float(place) for place in range(1, len(losses) + 1)]
+    return Result(method, seed, losses[-1], 1.0, 1.0, 1.0, 1.0, 0.0, curve, clock, flops or clock, 1.0, 1.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 7, 40])
@@ -67,7 +64,7 @@ def test_equivalence_errs_at_most_as_often_as_stated() -> None:
 
 
 def test_corrected_verdicts_have_holms_probabilities() -> None:
-    """Worked out by hand: 0.01 · 3, then 0.02 · 2, then 0.03 · 1, which must not be less than the one before."""
+    """By hand: 0.01 · 3, then 0.02 · 2, then 0.03 · 1, which may not be less than its predecessor."""
     assert holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
     assert holm([0.9, 0.8]) == [1, 1]
 
@@ -112,9 +109,7 @@ def test_at_equal_flops_and_seconds_the_cheaper_run_of_a_pair_sets_the_limit() -
     base = result("base", 0, [5, 4, 3], clock=[1, 2, 3], flops=[30, 60, 100])
     quick = result("quick", 0, [5, 5], clock=[0.1, 0.2], flops=[0.5, 1])
     _, row, _ = judge([base, slow, quick], "base")
-    assert row.at_flops.mean == pytest.approx(
-        3.5 - 3
-    )  # 100 FLOPs lie between 80 and 120, those of the first two validations
+    assert row.at_flops.mean == pytest.approx(3.5 - 3)  # 100 FLOPs lie between the first two validations, at 80 and 120
     assert row.at_seconds.mean == pytest.approx(3.5 - 3)
     assert row.seconds_to_loss == 4  # 3.0 at the second validation
     assert judge([base, slow], "base", timed=False)[1].at_seconds is None

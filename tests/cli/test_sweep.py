@@ -1,4 +1,4 @@
-"""`et sweep`: spaces, trials that repeat, interruptions, flatness of optima, and one-line errors."""
+"""`et sweep`: spaces, repeated and failed trials, interruptions, best options, and one-line errors."""
 
 from __future__ import annotations
 
@@ -71,10 +71,7 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 def test_each_method_has_its_trials_inside_the_space(finished: Path) -> None:
     studies = record_of(finished)["studies"]
     assert list(studies) == METHODS
-    assert studies["dense"]["options"].keys() == {
-        "optim.matrix_lr",
-        "optim.betas",
-    }  # a dense model has no rule's warmup
+    assert studies["dense"]["options"].keys() == {"optim.matrix_lr", "optim.betas"}  # it has no rule's warmup
     assert studies["expert_threshold"]["options"].keys() == {"optim.matrix_lr", "optim.betas", "rule.warmup_steps"}
     for method, study in studies.items():
         assert [trial["trial"] for trial in study["trials"]] == [1, 2, 3]
@@ -300,9 +297,8 @@ def test_a_range_has_whole_numbers_for_a_rule_that_takes_no_others() -> None:
     names = ["token_choice", "expert_threshold"]
     configs = configure({"preset": "tiny"}, names)
     space = read_space(["experts_per_token=1..4"], {}, names)
-    searched = [
-        tunable({"preset": "tiny"}, name, configs[name], space).space["rule.experts_per_token"] for name in names
-    ]
+    spaces = [tunable({"preset": "tiny"}, name, configs[name], space).space for name in names]
+    searched = [each["rule.experts_per_token"] for each in spaces]
     assert [[entry.value(entry.at(share)) for share in (0.2, 0.9)] for entry in searched] == [[2, 4], [1.6, 3.7]]
 
 

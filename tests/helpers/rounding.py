@@ -17,8 +17,8 @@ def assert_rounded(found: Tensor, exact: Tensor, times: float, name: str = "") -
 
 
 def with_gradients(function: Callable[..., Tensor], *inputs: Tensor, upstream: Tensor | None = None) -> list[Tensor]:
-    """The output, and what its gradient `upstream`, by default a fixed one, becomes at each input."""
+    """Return the output and the gradients of the inputs, given the output's gradient `upstream` or a fixed one."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     y = function(*leaves)
-    fixed = torch.linspace(-1, 1, y.numel()).view(y.shape)
+    fixed = torch.linspace(-1, 1, y.numel(), dtype=torch.float32).view(y.shape)
     return [y.detach(), *torch.autograd.grad(y, leaves, (fixed if upstream is None else upstream).to(y.dtype))]

@@ -88,12 +88,7 @@ def outputs_and_gradients(backend: RoutedSum, given: Case) -> dict[str, Tensor]:
 def assert_same(
     found: dict[str, Tensor], expected: dict[str, Tensor], *, atol: float = 1e-5, rtol: float = 1e-5
 ) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        torch.testing.assert_close(
-            found[name], value, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
 
 
 ASSIGNMENTS = {
@@ -167,8 +162,7 @@ def _used_twice_in_one_graph_the_gradients_add_up(backend: RoutedSum, given: Cas
     y = backend(x, given.gates, given.assignment, experts) + backend(x, other.gates, other.assignment, experts)
     y.backward(given.upstream)
     found = {"y": y.detach(), "x": x.grad} | {key: parameter.grad for key, parameter in experts.named_parameters()}
-    for key, value in found.items():
-        torch.testing.assert_close(value, parts[0][key] + parts[1][key], msg=lambda text, key=key: f"{key}: {text}")
+    torch.testing.assert_close(found, {key: parts[0][key] + parts[1][key] for key in found})
 
 
 def _backward_may_run_twice_and_leaves_its_inputs_alone(backend: RoutedSum, given: Case) -> None:
@@ -179,8 +173,7 @@ def _backward_may_run_twice_and_leaves_its_inputs_alone(backend: RoutedSum, give
     for _ in range(2):
         y.backward(upstream, retain_graph=True)
     found = {"x": x.grad, "gates": gates.grad} | {key: weight.grad for key, weight in experts.named_parameters()}
-    for key, value in found.items():
-        torch.testing.assert_close(value, 2 * once[key], msg=lambda text, key=key: f"{key}: {text}")
+    torch.testing.assert_close(found, {key: 2 * once[key] for key in found})
     for now, then in ((x, given.x), (gates, given.gates), (upstream, given.upstream)):
         assert torch.equal(now, then)
 

@@ -1,4 +1,4 @@
-"""The kernels over block products, by this processor's own instructions or, where it has AVX-512 alone, emulated."""
+"""Fixtures that run the block kernels, natively or, on processors with only AVX-512, with emulated instructions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CAPABILITIES = torch.cpu.get_capabilities()
 
 @functools.cache
 def emulated() -> ctypes.CDLL | None:
-    """Return the kernels with instructions and products from `emulated.h`; None if they cannot be built or run."""
+    """Return the kernels built with the instructions in `emulated.h`, or None if they cannot be built or run."""
     if not all(CAPABILITIES.get(f"avx512_{part}", False) for part in ("f", "bw", "dq", "vl")):
         return None
     flags = [*build.BLOCKS_FLAGS, *build.WARNINGS, "-include", str(EMULATED)]
@@ -27,7 +27,7 @@ def emulated() -> ctypes.CDLL | None:
 
 @pytest.fixture(params=["native" if CAPABILITIES.get("avx512_bf16", False) else "emulated"])
 def block_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test with kernels, and say in its name which."""
+    """Run a test with the kernels, and show in its name whether they are native or emulated."""
     library = blocks.library if request.param == "native" else emulated
     if library() is None:
         pytest.skip(build.why_not(build.BLOCKS) or "a processor without AVX-512")

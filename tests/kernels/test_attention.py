@@ -1,4 +1,4 @@
-"""The processor's own attention and norm against the same in float32, within what rounding to bfloat16 can do."""
+"""The CPU kernels for attention and the norm differ from float32 only by rounding to bfloat16."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parts(y: Tensor, dx: Tensor, kv_heads: int) -> list[Tensor]:
 def rounding(
     projected: Tensor, cos: Tensor, sin: Tensor, dy: Tensor, kv_heads: int, window: int | None, key_offset: bool
 ) -> list[Tensor]:
-    """Bounds on the errors' norms, as `parts`: half a unit in bfloat16's last place of every term.
+    """Return bounds on the norms of the errors in `parts`: every term is off by half a unit in its last place.
 
     Terms are rounded before they are summed, and squares of their errors add up. So where a sum cancels its error does
     not: with one token the gradient of a query, p (dy v − dy y) k, is zero.
@@ -91,10 +91,9 @@ WINDOWS = [(SHAPES[2], 40), (SHAPES[4], 1), (SHAPES[4], 64), (LONG, 100), (LONG,
 def test_outputs_and_gradients_equal_float32_up_to_rounding(shape: Shape, window: int | None, key_offset: bool) -> None:
     kv_heads = shape[3]
     x, cos, sin, dy = inputs(shape)
-    exact = with_gradients(
-        lambda x: plain(x, cos.float(), sin.float(), kv_heads, window, key_offset), x.float(), upstream=dy
-    )
-    found = with_gradients(lambda x: kernels.attention(x, cos, sin, kv_heads, window, key_offset), x, upstream=dy)
+    wide, others = (cos.float(), sin.float()), (kv_heads, window, key_offset)
+    exact = with_gradients(lambda x: plain(x, *wide, *others), x.float(), upstream=dy)
+    found = with_gradients(lambda x: kernels.attention(x, cos, sin, *others), x, upstream=dy)
     bounds = rounding(x, cos, sin, dy, kv_heads, window, key_offset)
     for e, f, bound in zip(parts(*exact, kv_heads), parts(*found, kv_heads), bounds, strict=True):
         assert (f - e).norm() <= bound

@@ -63,8 +63,7 @@ pytestmark = [
 
 
 def assert_same_bits(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=0, rtol=0)
+    torch.testing.assert_close([*found], [*expected], atol=0, rtol=0)
 
 
 def test_the_number_of_threads_changes_none(make: Callable[[int, float], Compute]) -> None:

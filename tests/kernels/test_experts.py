@@ -1,4 +1,4 @@
-"""Experts by the processor's own kernels against the definition in float32."""
+"""The CPU kernels for experts against the definition in float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def skewed(tokens: int, experts: int) -> Tensor:
-    """Expert 0 takes every token, each later one half as many, the last none."""
+    """Assign every token to expert 0, and half as many tokens to each later expert."""
     return torch.arange(tokens)[:, None] % 2 ** torch.arange(experts) == 0
 
 
@@ -159,9 +159,8 @@ def test_what_is_kept_is_the_input_and_the_pre_activations() -> None:
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         BACKENDS["cpu"](given.x.requires_grad_(), *given[1:4])
-    sizes = [
-        t.numel() * t.itemsize for t in kept if t.data_ptr() not in {p.data_ptr() for p in given.experts.parameters()}
-    ]
+    own = {weight.data_ptr() for weight in given.experts.parameters()}
+    sizes = [t.numel() * t.itemsize for t in kept if t.data_ptr() not in own]
     weights = 2 * 2 * given.experts.up.numel()  # cast to bfloat16
     assert sum(sizes) <= 512 * 64 * 2 + 1024 * 96 * 2 + 512 * 4 * (4 + 1) + weights
 
@@ -188,10 +187,8 @@ def test_compiled_it_is_one_graph_whatever_the_loads() -> None:
     for per_token in (1, 3, 2):
         x = given.x.clone().requires_grad_()
         arguments = (x, given.gates, fanout(128, 4, per_token))
-        for found, expected in zip(
-            *(torch.autograd.grad(f(*arguments).float().sum(), x) for f in (whole, both)), strict=True
-        ):
-            torch.testing.assert_close(found, expected, atol=0, rtol=0)
+        found, expected = (torch.autograd.grad(f(*arguments).float().sum(), x) for f in (whole, both))
+        torch.testing.assert_close(found, expected, atol=0, rtol=0)
     assert counter.frame_count == 1
 
 
@@ -202,7 +199,7 @@ def test_more_pairs_than_there_is_room_for_are_refused() -> None:
 
 
 def test_numbers_of_another_type_are_refused_by_name() -> None:
-    """C++ took any tensor for bfloat16, and read beyond its end."""
+    """Regression: C++ read any tensor as bfloat16, even beyond its end."""
     x, weights = torch.randn(64, 32).bfloat16(), [torch.randn(2, 32, 32), torch.randn(2, 32, 32)]
     with pytest.raises(RuntimeError, match="a tensor's numbers do not have type BFloat16"):
         kernels.experts_forward(x, torch.rand(64, 2), torch.ones(64, 2, dtype=torch.bool), weights, kernels.NONE)

@@ -33,7 +33,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="a processor without bfloat16")
 @pytest.mark.skipif(os.environ.get(VARIABLE) == "0", reason="kernels are switched off")
 def test_kernels_exist_where_there_are_a_compiler_and_bfloat16_products() -> None:
-    """Else all their tests would be skipped and nobody would know."""
+    """Otherwise, all tests of kernels would be skipped without notice."""
     assert cpu.library() is not None
     with off():
         assert not cpu.available()
@@ -72,7 +72,7 @@ def test_a_source_that_does_not_compile_is_left_out_and_reported(
 def test_a_compiler_that_takes_too_long_is_stopped_and_the_reason_printed(
     source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Tests of kernels were skipped then with another reason: that there was no compiler."""
+    """Regression: the skipped tests of kernels reported that there was no compiler."""
     assert build.why_not(source) is None
     monkeypatch.setattr(build, "SECONDS", 0)
     assert build.load(source, [], build.FLAGS, []) is None
@@ -102,7 +102,7 @@ def test_a_library_that_was_cut_off_is_built_again(source: Path) -> None:
 def test_what_others_may_write_is_not_loaded(
     source: Path, which: int, mode: int, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A library was looked at alone, and whoever may write to its folder may put another in its place."""
+    """Regression: only the file was checked, but anyone who can write to its folder can replace it."""
     assert build.load(source, [], build.FLAGS, []) is not None
     folder = source.parent / "extensions" / "expert_threshold"
     path = (next(folder.iterdir()), folder, folder.parent)[which]
@@ -134,7 +134,7 @@ def test_nothing_is_built_in_a_folder_of_others(
 @NEEDS_COMPILER
 @pytest.mark.parametrize("which", ["decoder", "blocks"])
 def test_our_sources_compile_without_a_warning(which: str, tmp_path: Path) -> None:
-    """Without optimisation, which takes long, for a processor with all that the sources use, and torch 2.11's ABI."""
+    """Compile without slow optimisations, for a processor with all instructions in use and for torch 2.11's ABI."""
     oldest = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # which other headers of torch refuse
     source, flags = {
         "decoder": (build.DECODER, [*build.DECODER_FLAGS, oldest]),
@@ -157,7 +157,7 @@ def test_cxx_may_have_arguments_and_is_never_clang(source: Path, monkeypatch: py
 
 
 def test_where_products_of_blocks_do_not_work_there_are_no_kernels() -> None:
-    """Told not to use what the processor has, PyTorch raises, and that in the middle of C++."""
+    """If a setting disables the instructions, PyTorch raises an exception from within C++."""
     code = "from expert_threshold.kernels import cpu; raise SystemExit(cpu.library() is not None)"
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": str(PACKAGES)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
@@ -186,7 +186,7 @@ def test_without_a_compiler_or_switched_off_nothing_is_tried(
 def test_the_reason_why_there_are_no_kernels_is_known(
     multiplies: bool, environment: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a compiler they were off, and nothing said so."""
+    """Regression: without a compiler, kernels were disabled silently."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": multiplies})
     monkeypatch.setattr(blocks, "library", blocks.library.__wrapped__)
     monkeypatch.setattr(blocks, "_built", blocks._built.__wrapped__)

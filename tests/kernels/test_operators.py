@@ -1,4 +1,4 @@
-"""The operators' C++ against the signatures in Python, which torch does not compare."""
+"""The operators' types in C++ match their signatures in Python, which torch does not check."""
 
 from __future__ import annotations
 
@@ -13,17 +13,10 @@ from expert_threshold.kernels.cpu import blocks, decode
 MODULES = (blocks, decode)
 SOURCES = sorted(Path(cpu.__file__).parent.glob("*.cpp"))
 TYPES = {
-    "void": "",
-    "bool": "bool",
-    "int64_t": "int",
-    "double": "float",
-    "Tensor": "Tensor",
-    "MaybeTensor": "Optional[Tensor]",
-    "std::optional<Tensor>": "Optional[Tensor]",
-    "std::vector<int64_t>": "List[int]",
-    "std::vector<double>": "List[float]",
-    "std::vector<Tensor>": "List[Tensor]",
-}
+    "void": "", "bool": "bool", "int64_t": "int", "double": "float", "Tensor": "Tensor",
+    "MaybeTensor": "Optional[Tensor]", "std::optional<Tensor>": "Optional[Tensor]",
+    "std::vector<int64_t>": "List[int]", "std::vector<double>": "List[float]", "std::vector<Tensor>": "List[Tensor]",
+}  # fmt: skip
 
 
 def operators() -> dict[str, tuple[str, list[str], list[str]]]:
@@ -41,13 +34,13 @@ def operators() -> dict[str, tuple[str, list[str], list[str]]]:
 
 
 def test_every_source_implements_operators() -> None:
-    """Else the next test would pass without having looked at one."""
+    """Otherwise, the next test would pass without checking any operator."""
     assert {file for file, *_ in operators().values()} == {file.name for file in SOURCES}
 
 
 @pytest.mark.parametrize("name", operators())
 def test_parameters_and_results_have_the_types_of_the_signature(name: str) -> None:
-    """A number taken for a tensor crashes at best."""
+    """A number that C++ reads as a tensor crashes at best."""
     _, parameters, results = operators()[name]
     (operator,) = (getattr(module, name) for module in MODULES if hasattr(module, name))
     schema = operator._schema

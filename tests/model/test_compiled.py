@@ -1,4 +1,4 @@
-"""The whole model as one compiled graph, against the same model as it is."""
+"""The whole model, compiled to one graph, against the same model without compilation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def losses_and_gradients(model: GPT, forward: Any, steps: int = 3) -> dict[str, Tensor]:
-    """Run some steps, past the end of a warmup, in which only the rules' states change."""
+    """Run a few steps, beyond the end of a warmup, that update only the states of the rules."""
     found = {}
     for step in range(steps):
         model.zero_grad()
@@ -60,7 +60,7 @@ def nothing_compiled_before() -> None:
 
 
 def compiled(model: GPT) -> tuple[Any, CompileCounterWithBackend]:
-    """The model's forward as the trainer compiles it, but for the backend, and the count of its graphs."""
+    """Return the forward, compiled as in the trainer except for the backend, and a counter of its graphs."""
     counter = CompileCounterWithBackend("aot_eager")
     return torch.compile(model, fullgraph=True, dynamic=False, backend=counter), counter
 
@@ -123,7 +123,7 @@ def test_too_few_slots_are_refused() -> None:
 
 
 def train_on_tensors_without_data(model: GPT) -> None:
-    """Forward and backward; such tensors refuse whatever would wait for a number: `.item()`, `nonzero`, a condition."""
+    """Run forward and backward. Tensors without data raise on anything that needs a value, such as `.item()`."""
     with FakeTensorMode() as mode:
         own = {name: mode.from_tensor(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
         output = torch.func.functional_call(model, own, tuple(map(mode.from_tensor, batch(0))))

@@ -19,12 +19,12 @@ from shifted_logits import SHIFTS, SOFTCAPS, require_the_definition
 
 TINY = torch.finfo(torch.float32).tiny  # below it processors differ in what they keep
 
-D_MODEL = 8
+D_MODEL, SIZE = 8, st.integers(1, 64)
 softcaps = pytest.mark.parametrize("softcap", [None, 15.0])
 
 
 def problem(tokens: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """x, head weight and targets, every third one ignored; scores large enough for the softcap to bend them."""
+    """Return x, a head weight that makes the softcap matter, and targets, a third of which are ignored."""
     generator = torch.Generator().manual_seed(tokens * 1000 + vocab)
     x = torch.randn(tokens, D_MODEL, generator=generator).to(dtype)
     weight = 4 * torch.randn(vocab, D_MODEL, generator=generator)
@@ -34,7 +34,7 @@ def problem(tokens: int, vocab: int, dtype: torch.dtype = torch.float32) -> tupl
 
 
 def whole(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Mean over the wanted tokens, and each token's loss, from logits that exist whole."""
+    """Return the mean over tokens with a target, and each token's loss, from materialised logits."""
     logits = x.float() @ weight.T
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -50,25 +50,16 @@ def assert_equals_whole(case: tuple[Tensor, Tensor, Tensor], softcap: float | No
     torch.testing.assert_close(found.mean, mean, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.token_losses, losses, atol=1e-4, rtol=1e-5)
     assert not found.token_losses.requires_grad
-    for gradient, wanted in zip(
-        torch.autograd.grad(found.mean, (x, weight), torch.tensor(upstream)), expected, strict=True
-    ):
-        torch.testing.assert_close(gradient, wanted, atol=1e-5 * abs(upstream) + TINY, rtol=1e-4)
+    gradients = torch.autograd.grad(found.mean, (x, weight), torch.tensor(upstream))
+    torch.testing.assert_close(gradients, expected, atol=1e-5 * abs(upstream) + TINY, rtol=1e-4)
 
 
 @settings(max_examples=40)
-@given(
-    tokens=st.integers(1, 64),
-    vocab=st.integers(1, 64),
-    tokens_per_chunk=st.integers(0, 70),
-    more=st.integers(-1, 1),
-    softcap=st.none() | st.floats(0.5, 60),
-    upstream=st.floats(-3, 3),
-)
+@given(SIZE, SIZE, st.integers(0, 70), st.integers(-1, 1), st.none() | st.floats(0.5, 60), st.floats(-3, 3))
 def test_value_and_gradients_equal_those_of_whole_logits_for_any_size_and_softcap(
     tokens: int, vocab: int, tokens_per_chunk: int, more: int, softcap: float | None, upstream: float
 ) -> None:
-    """Chunks hold less than a token, exact multiples of one, one logit more and one less."""
+    """Chunks contain less than one token, a multiple of one token, or one logit more or less."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "LOGITS_PER_CHUNK", {"cpu": tokens_per_chunk * vocab + more})
         assert_equals_whole(problem(tokens, vocab), softcap, upstream=upstream)
@@ -89,7 +80,7 @@ def test_without_any_wanted_token_loss_and_gradients_are_zero(tokens: int, softc
 @pytest.mark.parametrize("softcap", [None, 15.0, 60.0])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
 def test_extreme_logits_stay_finite(scale: float, softcap: float | None) -> None:
-    """All at the cap, where a sum of exponentials is largest, over a vocabulary as large as any."""
+    """All logits are at the cap, where the sum of exponentials is largest, over a very large vocabulary."""
     x = torch.full((2, 4), scale).requires_grad_()
     for sign in (1, -1):
         weight = torch.full((200_000, 4), sign * scale, requires_grad=True)
@@ -102,7 +93,7 @@ def test_extreme_logits_stay_finite(scale: float, softcap: float | None) -> None
 @pytest.mark.parametrize("softcap", SOFTCAPS)
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_logits_at_one_end_of_the_cap_keep_their_losses(shift: float, softcap: float, dtype: torch.dtype) -> None:
-    """Uses PyTorch's operations: the kernels take no vocabulary of 300."""
+    """PyTorch's operations compute this, since kernels do not support a vocabulary of 300."""
     require_the_definition(softcap, shift, dtype, 300, rounded_logits=True)
 
 
@@ -199,7 +190,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @softcaps
 def test_the_gpus_kernel_writes_what_the_plain_operations_write(softcap: float | None, dtype: torch.dtype) -> None:
-    """In Triton's interpreter where there is no GPU, with rows of one tile, of several and of a part."""
+    """Without a GPU, Triton's interpreter runs it. Rows fill one tile, several tiles or part of a tile."""
     pytest.importorskip("triton", reason="triton is not installed")
     from expert_threshold.kernels.gpu.cross_entropy import softmax_slopes
 
@@ -220,7 +211,7 @@ def test_the_gpus_kernel_writes_what_the_plain_operations_write(softcap: float |
 
 @softcaps
 def test_with_the_gpus_kernel_logits_stay_narrow(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
-    """They were copied to float32, and the copies read and written a dozen times."""
+    """Regression: logits were copied to float32, and the copies were read and written a dozen times."""
     pytest.importorskip("triton", reason="triton is not installed")
     vocab = 200
     x, weight, targets = (tensor.detach().to(DEVICE) for tensor in problem(12, vocab, torch.bfloat16))

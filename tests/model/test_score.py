@@ -17,9 +17,8 @@ CONTEXT = 48
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    return small_model(
-        ExpertThreshold(4, 1, warmup_steps=0), steps=0, vocab_size=40, context=CONTEXT, layers=2, kv_heads=1
-    ).train()
+    sizes = {"vocab_size": 40, "context": CONTEXT, "layers": 2, "kv_heads": 1}
+    return small_model(ExpertThreshold(4, 1, warmup_steps=0), steps=0, **sizes).train()
 
 
 def some_groups(model: GPT, count: int) -> list[list[Continuation]]:

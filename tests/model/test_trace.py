@@ -1,8 +1,9 @@
-"""A trace holds what the model did with every token, whatever the batches, and is whole or absent."""
+"""A trace contains what the model did with every token, whatever the batch size, and is never partial."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -40,15 +41,9 @@ def windows(rows: int) -> Tensor:
 def test_a_trace_is_what_the_model_did(name: str, tmp_path: Path) -> None:
     model, rows = model_of(RULES[name]).train(), windows(7)
     rows[-1, -1] = -1
-    told: list[tuple[int, int]] = []
-    found = record_trace(
-        model,
-        rows,
-        tmp_path / "t",
-        facts={"a": 1},
-        batch_size=2,
-        progress=lambda done, total: told.append((done, total)),
-    )
+    told: list[tuple[int, ...]] = []
+    options: dict[str, Any] = {"facts": {"a": 1}, "batch_size": 2, "progress": lambda *done: told.append(done)}
+    found = record_trace(model, rows, tmp_path / "t", **options)
     assert model.training
     assert told == [(16, 56), (32, 56), (48, 56), (56, 56)]
     tokens, targets = rows[:, :-1].long(), rows[:, 1:].long()
@@ -114,7 +109,7 @@ def test_a_state_may_be_infinite(tmp_path: Path) -> None:
 
 
 def test_scores_are_those_of_experts_and_no_other_slots(tmp_path: Path) -> None:
-    """Figures compare them with assignments, and failed where they were wider."""
+    """Regression: figures compare scores with assignments, and failed if scores were wider."""
     found = record_trace(model_of(NullSlots(12, 2)), windows(2), tmp_path / "t")
     assert found.scores(1).shape == found.gates(1).shape == found.assignment(1).shape == (16, 12)
 
@@ -133,12 +128,9 @@ def test_what_is_no_trace_is_refused_in_a_line(tmp_path: Path, monkeypatch: pyte
 
 def test_a_column_that_is_damaged_is_refused_in_a_line(tmp_path: Path) -> None:
     found = record_trace(model_of(RULES["token_choice"]), windows(40), tmp_path / "t")
-    column = next(
-        group.column(i)
-        for group in [pq.ParquetFile(tmp_path / "t").metadata.row_group(0)]
-        for i in range(group.num_columns)
-        if group.column(i).path_in_schema.startswith("scores_1")
-    )
+    group = pq.ParquetFile(tmp_path / "t").metadata.row_group(0)
+    columns = map(group.column, range(group.num_columns))
+    column = next(each for each in columns if each.path_in_schema.startswith("scores_1"))
     content = bytearray((tmp_path / "t").read_bytes())
     start = column.data_page_offset
     content[start + 40 : start + 200] = bytes(160)

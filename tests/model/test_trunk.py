@@ -1,4 +1,4 @@
-"""The trunk's pieces beside the paper's: each by itself and all together, in training and with a cache."""
+"""The optional pieces of the trunk, each alone and all together, in training and with a cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small(rule: Rule | None = None, **changes: Any) -> GPTConfig:
 
 
 def lively(**changes: Any) -> Any:
-    """A model in training, no weight of it zero."""
+    """Return a model in training mode without zero weights."""
     model = small_model(None, **(SIZES | changes)).train()
     with torch.no_grad():
         for weight in model.parameters():
@@ -130,9 +130,8 @@ def test_a_token_attends_to_itself_and_its_window_before_it(dtype: torch.dtype, 
     dy = torch.randn(y.shape)
     tolerance: Any = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.06, "rtol": 0.06}
     torch.testing.assert_close(y.float(), expected, **tolerance)
-    for own, other in zip(
-        torch.autograd.grad(y, (q, k, v), dy.to(dtype)), torch.autograd.grad(expected, wide, dy), strict=True
-    ):
+    gradients = torch.autograd.grad(y, (q, k, v), dy.to(dtype)), torch.autograd.grad(expected, wide, dy)
+    for own, other in zip(*gradients, strict=True):
         torch.testing.assert_close(own.float(), other, **tolerance)
 
 

@@ -32,7 +32,7 @@ def new_layer(rule: Rule | None = None, **options: Any) -> MoE:
 
 
 def assignments(tokens: int, every: int = 1) -> dict[str, Tensor]:
-    """(tokens, experts) each: every so many-th fanout, empty experts, one expert alone, any."""
+    """Return assignments (tokens, experts) with various fanouts, empty experts, a single expert, or at random."""
     place = (torch.arange(EXPERTS) - 3 * torch.arange(tokens)[:, None]) % EXPERTS
     any_of_them = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(3)) < 0.3
     return {
@@ -49,7 +49,7 @@ def gradients(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def gathered(found: dict[str, Tensor], layer: nn.Module) -> dict[str, Tensor]:
-    """Tensors by parameter; split experts are joined."""
+    """Return tensors keyed by parameter, with split experts joined."""
     groups = expert_parameters(layer)
     return {name: whole(tensor, groups[name]) if name in groups else tensor for name, tensor in found.items()}
 
@@ -61,7 +61,7 @@ def whole(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def as_one_process(found: dict[str, Tensor], layer: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Gradients of the sum of all ranks' losses: experts' are complete at their owners, others' are added up."""
+    """Return the gradients of the summed losses. Owners have those of experts; others are summed over ranks."""
     for name, gradient in found.items():
         if name not in expert_parameters(layer):
             dist.all_reduce(gradient, group=group)
@@ -79,7 +79,7 @@ def forward(layer: MoE, x: Tensor, assignment: Tensor | None) -> Tensor:
 def check_layer(
     whole: MoE, split: MoE, shares: tuple[int, ...], assignment: Tensor | None, rank: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Outputs and all gradients equal one process's; returns this rank's output."""
+    """Check outputs and all gradients against one process, and return this rank's output."""
     generator = torch.Generator().manual_seed(sum(shares))
     x, upstream = torch.randn(2, sum(shares), D_MODEL, generator=generator)
     all_x = x.clone().requires_grad_()
@@ -112,7 +112,7 @@ def check_any_assignment(rank: int, ranks: int, group: dist.ProcessGroup) -> Non
 
 
 def check_rules(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    """A layer routes and computes as one process does: in training with a pool over all ranks, and in inference."""
+    """A split layer equals one process, in training with a pool over all ranks and at inference."""
     rules: list[Rule] = [
         ExpertThreshold(EXPERTS, 1, warmup_steps=0, capacity_slack=0.5),
         ExpertChoice(EXPERTS, 2, pool="global"),
@@ -169,7 +169,7 @@ def check_nan(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def check_refusals(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    """Every rank raises the same, before anything is changed."""
+    """Every rank raises the same error before anything changes."""
     layer = new_layer(TokenChoice(EXPERTS + 1, 1))
     with pytest.raises(ValueError, match=f"num_experts={EXPERTS + 1} cannot be split over {ranks} ranks"):
         shard_experts(layer, group)
@@ -181,7 +181,7 @@ def check_refusals(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
 
 
 def check_communication(rank: int, group: dist.ProcessGroup) -> None:
-    """In inference no rule's router communicates; the layer exchanges counts once and rows once each way."""
+    """At inference, routers do not communicate. The layer exchanges counts once, and rows once each way."""
     rules: list[Rule] = [
         ExpertThreshold(EXPERTS, 1),
         ExpertChoice(EXPERTS, 1, pool="global"),

@@ -1,6 +1,6 @@
 """One rank of the tests of `follow`, see `ranks.run_on_ranks`.
 
-Every rank knows the tokens of all, and trains one process's model beside its own, to compare with.
+Every rank knows all tokens and also trains a single-process model for comparison.
 """
 
 from __future__ import annotations
@@ -13,53 +13,38 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from test_follow import Foreign, followed
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from expert_threshold.moe import Follower, MoE, follow
 from expert_threshold.optim import Muon
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from ranks import join
 
-RULES: dict[str, tuple[Rule, float | None]] = {
-    "expert_threshold": (ExpertThreshold(4, decay=0.5, warmup_steps=2), 0.01),
-    "trend": (ExpertThreshold(4, decay=0.5, warmup_steps=2, estimator="trend"), None),
-    "expert_choice": (ExpertChoice(4, decay=0.5, pool="global"), None),
-    "global_aux": (TokenChoice(4, 1, balance="global_aux", aux_strength=0.1), None),
-    "loss_free": (TokenChoice(4, 2, balance="loss_free", bias_rate=0.1), None),
+RULES: dict[str, Rule] = {
+    "expert_threshold": ExpertThreshold(4, decay=0.5, warmup_steps=2),
+    "trend": ExpertThreshold(4, decay=0.5, warmup_steps=2, estimator="trend"),
+    "expert_choice": ExpertChoice(4, decay=0.5, pool="global"),
+    "global_aux": TokenChoice(4, 1, balance="global_aux", aux_strength=0.1),
+    "loss_free": TokenChoice(4, 2, balance="loss_free", bias_rate=0.1),
 }
 MICRO_BATCHES = 2
+Wrapped = tuple[nn.Module, torch.optim.Optimizer]
 
 
-class Block(nn.Module):
-    def __init__(self, rule: Rule, z_loss: float | None) -> None:
-        super().__init__()
-        self.moe = MoE(8, 12, rule, z_loss=z_loss)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.moe(x)
-        y += x  # under `fully_shard` of the layer this ended in a segmentation fault, where y was a view
-        return y
+def model_of(name: str) -> Foreign:
+    return Foreign(RULES[name], z_loss=0.01 if name == "expert_threshold" else None)
 
 
-class Model(nn.Module):
-    def __init__(self, rule: Rule, z_loss: float | None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(8, 8)
-        self.layers = nn.ModuleList([Block(rule, z_loss) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def start(model: nn.Module, group: dist.ProcessGroup | None = None) -> torch.optim.Optimizer:
+    """Follow the model and return its optimizer."""
+    return followed(model, loss_scale=1 / MICRO_BATCHES, group=group)[1]
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor, rows: slice) -> None:
-    """data: (steps, micro-batches, sequences, time, d_model), of which these sequences are this rank's."""
+    """data: (steps, micro-batches, sequences, time, d_model); rows: the sequences of this rank."""
     for micro_batches in data:
         optimizer.zero_grad()
         for x in micro_batches:
@@ -67,55 +52,36 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor, rows
         optimizer.step()
 
 
-def state(model: Model) -> list[Tensor]:
-    """Return the states of the rules."""
-    return [value for layer in model.layers for value in layer.moe.router.state]
-
-
 def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def ddp_followed(model: Model, start: Callable[[nn.Module], Follower]) -> nn.Module:
+def ddp_followed(model: Foreign) -> Wrapped:
     ddp = DistributedDataParallel(model)
-    start(ddp)
-    return ddp
+    return ddp, start(ddp)
 
 
-def ddp_of_followed(model: Model, start: Callable[[nn.Module], Follower]) -> nn.Module:
-    start(model)
-    return DistributedDataParallel(model)
+def ddp_of_followed(model: Foreign) -> Wrapped:
+    optimizer = start(model)
+    return DistributedDataParallel(model), optimizer
 
 
-def fsdp2(model: Model, start: Callable[[nn.Module], Follower]) -> nn.Module:
+def fsdp2(model: Foreign) -> Wrapped:
     for layer in model.layers:
-        fully_shard(layer.moe)
+        fully_shard(layer)
     fully_shard(model)
     with pytest.raises(ValueError, match=r"parameter inner.weight of shape \(8, 8\) is sharded, as by fully_shard"):
         Muon([("inner.weight", model.inner.weight)])  # failed in its first step
-    start(model)
-    return model
+    return model, start(model)
 
 
-def check(name: str, wrap: Callable[..., nn.Module], rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    """Two ranks with half of the sequences each end where one process does that saw them all."""
+def check(name: str, wrap: Callable[[Foreign], Wrapped], rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """Two ranks with half of the sequences each finish with the weights of one process with all sequences."""
     data = torch.randn(6, MICRO_BATCHES, 2 * ranks, 8, 8, generator=torch.Generator().manual_seed(1))
-    alone = Model(*RULES[name])
-    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
-    mine = dist.new_subgroups(1)[0]  # a group of this rank
-    follow(alone, optimizer, loss_scale=1 / MICRO_BATCHES, group=mine)
-    steps(alone, optimizer, data, slice(None))
-
-    model = Model(*RULES[name])
-    optimizers = []
-
-    def start(followed: nn.Module) -> Follower:
-        optimizers.append(torch.optim.SGD(followed.parameters(), 0.1))
-        return follow(followed, optimizers[0], loss_scale=1 / MICRO_BATCHES)
-
-    wrapped = wrap(model, start)
-    steps(wrapped, optimizers[0], data, slice(2 * rank, 2 * rank + 2))
-    for value, expected in zip(state(model), state(alone), strict=True):
+    alone, model = model_of(name), model_of(name)
+    steps(alone, start(alone, dist.new_subgroups(1)[0]), data, slice(None))  # in a group of this rank
+    steps(*wrap(model), data, slice(2 * rank, 2 * rank + 2))
+    for value, expected in zip(model.states(), alone.states(), strict=True):
         everywhere = [torch.empty_like(value) for _ in range(ranks)]
         dist.all_gather(everywhere, value, group=group)
         assert all(torch.equal(there, value) for there in everywhere), f"{name}: ranks differ"
@@ -126,38 +92,34 @@ def check(name: str, wrap: Callable[..., nn.Module], rank: int, ranks: int, grou
 
 
 def check_not_finite(rank: int) -> None:
-    """An observation of one rank that is not finite stops the rules of all."""
-    model = Model(*RULES["expert_threshold"])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    follow(model, optimizer)
+    """If one rank's observation is not finite, no rank updates its rules."""
+    model, optimizer, _ = followed(model_of("expert_threshold"))
     x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(rank))
     model(x).mean().backward()
     optimizer.step()
     copy.deepcopy(model)  # raised TypeError, as pickling did: "cannot pickle ProcessGroup"
-    assert pickle.loads(pickle.dumps(model)).layers[0].moe.router.group is None
-    before = [value.clone() for value in state(model)]
-    row = model.layers[1].moe.router.weight.data[2]
+    assert pickle.loads(pickle.dumps(model)).layers[0].router.group is None
+    before = model.states()
+    row = model.layers[1].router.weight.data[2]
     if rank == 1:
         row.fill_(torch.nan)
     model(x).mean().backward()
-    with pytest.warns(UserWarning, match=r"scores of expert 2 in layers.1.moe.router are not finite"):
+    with pytest.warns(UserWarning, match=r"scores of expert 2 in layers.1.router are not finite"):
         optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(state(model), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.states(), before, strict=True))
 
 
 def check_a_rank_without_a_forward(rank: int) -> None:
-    """It takes part in the sum, with nothing."""
-    model = Model(TokenChoice(4, 1, balance="loss_free", bias_rate=0.1), None)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    follow(model, optimizer)
+    """A rank without a forward joins the all-reduce with zeros."""
+    model, optimizer, _ = followed(Foreign(TokenChoice(4, 1, balance="loss_free", bias_rate=0.1)))
     x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
     model(x).mean().backward()
     optimizer.step()
-    before = [value.clone() for value in state(model)]
+    before = model.states()
     if rank == 0:
         model(x).mean().backward()
     optimizer.step()
-    for value, old in zip(state(model), before, strict=True):
+    for value, old in zip(model.states(), before, strict=True):
         assert not torch.equal(value, old)
     optimizer.step()
 

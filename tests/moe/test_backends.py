@@ -144,14 +144,14 @@ def test_too_few_rows_are_refused_rather_than_dropped() -> None:
 
 
 def test_no_integer_is_made_for_every_token_and_expert() -> None:
-    """There were some 25 passes over such integers, more work than anything else with many experts."""
+    """Regression: about 25 passes over such integers took most of the time with many experts."""
     assignment = torch.rand(64, 32, generator=torch.Generator().manual_seed(0)) < 1 / 32
     made = created_by(lambda: segments(assignment, 96))
     assert max(size for dtype, size in made if dtype != torch.bool) < assignment.numel()
 
 
 def test_no_bag_of_padding_is_long() -> None:
-    """CUDA adds up a bag one row after another, and all the padding was one bag."""
+    """Regression: CUDA sums a bag sequentially, and all padding was in one bag."""
     packed = segments(fanout(6, EXPERTS, 2), 2 * 6 + 1000)
     with mock.patch.object(torch, "embedding_bag", wraps=torch.embedding_bag) as called:
         sum_by_token(torch.randn(len(packed.token), 3), packed)
@@ -160,7 +160,7 @@ def test_no_bag_of_padding_is_long() -> None:
 
 
 def test_a_gpu_computes_all_rows_and_all_experts_at_once() -> None:
-    """Its work was cut by the size of a CPU's cache, that of the host, and each block rounded the weight gradients."""
+    """Regression: blocks were sized for the host's cache, and each block rounded the weight gradients."""
     parts = {}
     for device in ("cpu", "meta"):
         assignment = mock.Mock(is_cpu=device == "cpu")
@@ -212,7 +212,7 @@ def test_segments_with_rows_are_multiplied_in_one_kernel_on_hopper_alone(
 def test_auto_is_static_on_a_gpu_where_the_products_of_all_experts_are_one_kernel(
     tokens: int, rows: int | None, dtype: torch.dtype, compiling: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a bound on loads, `auto` was `grouped`, which waits for the device as well, and launches more."""
+    """Regression: without a bound on loads, `auto` chose `grouped`, which also waits but launches more kernels."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with FakeTensorMode():
@@ -221,7 +221,7 @@ def test_auto_is_static_on_a_gpu_where_the_products_of_all_experts_are_one_kerne
 
 
 class Recorded(Backend):
-    """The reference, off by a factor, or failing."""
+    """The reference times a factor, or a failure if the factor is None."""
 
     def __init__(self, name: str, factor: float | None) -> None:
         self.name, self.factor = name, factor  # type: ignore[misc]
@@ -294,8 +294,7 @@ def test_a_feed_forward_equals_one_written_by_hand(shape: tuple[int, ...], activ
     expected = torch.autograd.grad(feed_forward_by_hand(layer, x), inputs, upstream)
     y = layer(x)
     torch.testing.assert_close(y, feed_forward_by_hand(layer, x), atol=1e-5, rtol=1e-5)
-    for found, wanted in zip(torch.autograd.grad(y, inputs, upstream), expected, strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.autograd.grad(y, inputs, upstream), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_weight_gradients_of_very_many_bfloat16_rows_stay_exact() -> None:

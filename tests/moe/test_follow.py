@@ -1,4 +1,4 @@
-"""`follow`: a foreign training loop moves the rules as a loop of ours would."""
+"""`follow`: other training loops update the rules as ours do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUTED = [rule for rule in (RULES["expert_threshold"], RULES["expert_choice"], R
 
 
 class Foreign(nn.Module):
-    """A model that is not ours, with two MoE layers, checkpointed or not."""
+    """Another project's model with two MoE layers, with or without activation checkpointing."""
 
     def __init__(self, rule: Rule, *, z_loss: float | None = None, checkpointed: bool | None = None) -> None:
         super().__init__()
@@ -39,7 +39,9 @@ class Foreign(nn.Module):
         x = self.inner(x)
         for layer in self.layers:
             if self.use_reentrant is None:
-                x = x + layer(x)[0]
+                y, _ = layer(x)
+                y += x  # with `fully_shard(layer)`, this ended in a segmentation fault when y was a view
+                x = y
             else:
                 x = x + checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=self.use_reentrant)
         return x
@@ -53,14 +55,13 @@ def batches(count: int) -> list[Tensor]:
 
 
 X = batches(1)[0]
-Followed = tuple[Foreign, torch.optim.SGD, Follower]
 
 
-def followed(rule: Rule = ROUTED[0]) -> Followed:
-    """A model with a rule that is followed, and its optimizer."""
-    model = Foreign(rule)
+def followed(model: nn.Module | None = None, **options: Any) -> tuple[Any, torch.optim.SGD, Follower]:
+    """Return a followed model, its optimizer and its follower."""
+    model = Foreign(ROUTED[0]) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return model, optimizer, follow(model, optimizer)
+    return model, optimizer, follow(model, optimizer, **options)
 
 
 def tokens_seen(follower: Follower) -> list[int]:
@@ -68,8 +69,7 @@ def tokens_seen(follower: Follower) -> list[int]:
 
 
 def assert_all_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=0, rtol=0)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Muon, AdamW])
@@ -103,36 +103,26 @@ def test_three_steps_of_two_micro_batches_equal_the_manual_updates(rule: Rule, k
 def test_recomputation_under_activation_checkpointing_counts_once(rule: Rule, use_reentrant: bool) -> None:
     plain, checkpointed = Foreign(rule), Foreign(rule, checkpointed=use_reentrant)
     for model in (plain, checkpointed):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        follower = follow(model, optimizer)
+        _, optimizer, follower = followed(model)
         for x in batches(3):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             assert tokens_seen(follower) == [16, 16]
             optimizer.step()
-    for found, expected in zip(checkpointed.states(), plain.states(), strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(checkpointed.states(), plain.states())
 
 
 SCALED = ("skipped by a GradScaler", "skipped by a GradScaler in a fused optimizer")
+SKIPPED = (
+    "in evaluation mode", "without gradients", "without backward", "cleared by the optimizer", "cleared by the model",
+    "cleared after the next forward", "cleared before the step", *SCALED,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("factor", [1000.0, float("nan")])
-@pytest.mark.parametrize(
-    "skipped",
-    [
-        "in evaluation mode",
-        "without gradients",
-        "without backward",
-        "cleared by the optimizer",
-        "cleared by the model",
-        "cleared after the next forward",
-        "cleared before the step",
-        *SCALED,
-    ],
-)
+@pytest.mark.parametrize("skipped", SKIPPED)
 def test_a_forward_that_took_part_in_no_step_changes_no_rule(skipped: str, factor: float) -> None:
-    """One batch 1000 times as large, thrown away by the loop, drew the cutoffs to 176 in place of 0.5."""
+    """Regression: one discarded batch with values 1000 times as large moved the cutoffs from 0.5 to 176."""
     states = []
     for spikes in (True, False):
         model = Foreign(ExpertThreshold(4, decay=0.5, warmup_steps=100), z_loss=0.01)
@@ -162,8 +152,7 @@ def test_a_forward_that_took_part_in_no_step_changes_no_rule(skipped: str, facto
             scaler.step(optimizer)
             scaler.update()
         states.append(model.states())
-    for found, expected in zip(*states, strict=True):  # a scale of gradients rounds
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*states, atol=1e-5, rtol=1e-5)  # a scale of gradients rounds
 
 
 def test_a_graph_that_is_kept_for_two_backwards_counts_once() -> None:
@@ -175,7 +164,7 @@ def test_a_graph_that_is_kept_for_two_backwards_counts_once() -> None:
 
 
 def test_a_step_without_the_gradient_of_one_parameter_counts_and_one_that_saw_nothing_moves_nothing() -> None:
-    """As in loops that keep a layer fixed for some steps by setting its gradients to None."""
+    """Some loops freeze a layer for a few steps by setting its gradients to None."""
     model, optimizer, _ = followed()
     before = model.states()
     model(X).square().mean().backward()
@@ -193,15 +182,14 @@ def test_layers_below_all_that_trains_count_too(trained: str, use_reentrant: boo
     model = nn.Sequential(Foreign(ROUTED[0], checkpointed=use_reentrant), nn.Linear(8, 8))
     model.requires_grad_(False)
     (model[1] if trained == "head" else model[0].layers[0].experts).requires_grad_(True)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    follower = follow(model, optimizer)
+    *_, follower = followed(model)
     model(X).mean().backward()
     assert tokens_seen(follower) == [16, 16]
 
 
 @pytest.mark.parametrize("again", ["the same optimizer", "another optimizer"])
 def test_a_model_followed_again_is_followed_once(again: str) -> None:
-    """Its rules were updated twice a step: a notebook's cell run again, or a loop of two optimizers."""
+    """Regression: running a notebook cell again, or using two optimizers, updated the rules twice a step."""
     once, twice = (Foreign(ROUTED[0]) for _ in range(2))
     for model in (once, twice):
         optimizers = [torch.optim.SGD(model.layers.parameters(), 0.1), torch.optim.SGD(model.inner.parameters(), 0.1)]
@@ -216,7 +204,7 @@ def test_a_model_followed_again_is_followed_once(again: str) -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Accelerate's: an optimizer by its class, without the parts of one."""
+    """A wrapper like Accelerate's, which is an optimizer by its class only."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -257,7 +245,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def by_hand(model: Foreign, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output, and the routing losses of all layers, as a loop without `follow` has them."""
+    """Return the output and the sum of the routing losses, as in a loop without `follow`."""
     h, losses = model.inner(x), torch.zeros(())
     for layer in model.layers:
         routing = layer.router(h)
@@ -269,48 +257,46 @@ def by_hand(model: Foreign, x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("checkpointed", [None, False, True])
 @pytest.mark.parametrize(("rule", "z_loss"), WITH_LOSSES, ids=str)
 def test_backward_adds_losses(rule: Rule, z_loss: float | None, checkpointed: bool | None, scale: float | None) -> None:
-    """They were to be added by hand, which nothing said, and were refused inside of reentrant checkpointing."""
-    followed, manual = Foreign(rule, z_loss=z_loss, checkpointed=checkpointed), Foreign(rule, z_loss=z_loss)
-    follower = follow(followed, torch.optim.SGD(followed.parameters(), 0.1), loss_scale=scale)
+    """Regression: users had to add the losses, which was undocumented and failed with reentrant checkpointing."""
+    model, _, follower = followed(Foreign(rule, z_loss=z_loss, checkpointed=checkpointed), loss_scale=scale)
+    manual = Foreign(rule, z_loss=z_loss)
     for x in batches(2):
-        (followed(x).square().mean() * (scale or 1)).backward()
+        (model(x).square().mean() * (scale or 1)).backward()
         y, losses = by_hand(manual, x)
         ((y.square().mean() + losses) * (scale or 1)).backward()
         torch.testing.assert_close(follower.loss(), losses.detach())
         assert follower.loss() == 0.0
-    for found, expected in zip(gradients(followed), gradients(manual), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * (scale or 1))
+    torch.testing.assert_close(gradients(model), gradients(manual), rtol=1e-5, atol=1e-6 * (scale or 1))
     for layer in manual.layers:  # and they are no small part of them
         layer.router.weight.grad = None
     by_hand(manual, x)[0].square().mean().backward()
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(gradients(followed), gradients(manual), rtol=0.01, atol=1e-5)
+        torch.testing.assert_close(gradients(model), gradients(manual), rtol=0.01, atol=1e-5)
 
 
 def test_a_model_that_adds_routing_losses_itself_has_them_once() -> None:
-    """Returns its observations as GPT does."""
+    """GPT is such a model, and also returns its observations."""
     models = []
-    for followed in (True, False):
+    for is_followed in (True, False):
         torch.manual_seed(0)
         config = GPTConfig.preset("tiny", rule=WITH_LOSSES[0][0], z_loss=0.01, vocab_size=64, context=16, d_model=32)
         model = GPT(config).train()
         torch.nn.init.normal_(model.head.weight)
-        if followed:
-            follow(model, torch.optim.SGD(model.parameters(), 0.1))
+        if is_followed:
+            followed(model)
         tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(2))
         output = model(tokens, tokens)
         output.loss.backward()
         models.append((model, output))
     (one, mine), (other, theirs) = models
     torch.testing.assert_close(mine.loss, theirs.loss)
-    for found, expected in zip(gradients(one), gradients(other), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradients(one), gradients(other), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dispatch", ["reference", "grouped", "static"])
 def test_losses_reach_the_router_where_no_token_goes_to_an_expert(dispatch: str) -> None:
     moe = MoE(8, 12, ExpertThreshold(4, warmup_steps=0, capacity_slack=None), 0, dispatch, z_loss=0.01)
-    follow(moe, torch.optim.SGD(moe.parameters(), 0.1))
+    followed(moe)
     moe.router.state_mean.fill_(1e9)
     moe.router.state_weight.fill_(1)
     x = X.requires_grad_()
@@ -324,9 +310,7 @@ def test_losses_reach_the_router_where_no_token_goes_to_an_expert(dispatch: str)
 def test_accumulation_without_a_scale_of_losses_warns_once() -> None:
     rule, z_loss = WITH_LOSSES[0]
     for scale, rule_, warns in ((None, rule, True), (1.0, rule, False), (0.5, rule, False), (None, ROUTED[0], False)):
-        model = Foreign(rule_, z_loss=z_loss if rule_ is rule else None)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        follow(model, optimizer, loss_scale=scale)
+        model, optimizer, _ = followed(Foreign(rule_, z_loss=z_loss if rule_ is rule else None), loss_scale=scale)
         for step in range(2):
             for x in batches(2):
                 model(x).mean().backward()
@@ -339,7 +323,7 @@ def test_accumulation_without_a_scale_of_losses_warns_once() -> None:
 
 @pytest.mark.parametrize("first", ["train", "eval"])
 def test_a_loop_in_evaluation_mode_warns(first: str) -> None:
-    """Rules stopped silently where a loop called `eval()` for a validation and `train()` never again."""
+    """Regression: if a loop called `eval()` for a validation but never `train()`, updates stopped silently."""
     model, optimizer, _ = followed()
     if first == "train":
         model(X).mean().backward()
@@ -381,18 +365,15 @@ def test_a_compiled_model_is_followed_too() -> None:
     rule, z_loss = WITH_LOSSES[0]
     plain, compiled = Foreign(rule, z_loss=z_loss), Foreign(rule, z_loss=z_loss)
     for model, forward in ((plain, plain), (compiled, torch.compile(compiled, backend="aot_eager"))):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        follower = follow(model, optimizer, loss_scale=0.5)
+        _, optimizer, follower = followed(model, loss_scale=0.5)
         for first, second in zip(*[iter(batches(6))] * 2, strict=True):
             optimizer.zero_grad()
             for x in (first, second):
                 (forward(x).square().mean() / 2).backward()
             assert tokens_seen(follower) == [32, 32]
             optimizer.step()
-    for found, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, expected)
-    for found, expected in zip(compiled.states(), plain.states(), strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close([*compiled.parameters()], [*plain.parameters()])
+    torch.testing.assert_close(compiled.states(), plain.states())
 
 
 def test_a_frozen_router_has_losses_without_gradient() -> None:
@@ -403,9 +384,7 @@ def test_a_frozen_router_has_losses_without_gradient() -> None:
 
 
 def test_a_layer_used_twice_in_one_forward_is_observed_twice_and_is_no_accumulation() -> None:
-    moe = MoE(8, 12, ROUTED[0], z_loss=0.01)
-    optimizer = torch.optim.SGD(moe.parameters(), 0.1)
-    follower = follow(moe, optimizer)
+    moe, optimizer, follower = followed(MoE(8, 12, ROUTED[0], z_loss=0.01))
     moe(moe(X)[0])[0].mean().backward()
     assert int(follower.observations[moe.router].tokens) == 32
     optimizer.step()
@@ -422,7 +401,7 @@ def test_after_remove_nothing_is_seen_and_nothing_moves() -> None:
 
 
 def test_follow_uses_the_given_group_or_the_default_group_once_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Trainer` of transformers may join them after `follow`."""
+    """The `Trainer` of transformers may initialise torch.distributed after `follow`."""
     *_, follower = followed()
     assert follower.group is None
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -434,7 +413,7 @@ def test_ranks_train_as_one_process_under_ddp_and_fsdp2(tmp_path: Path) -> None:
 
 
 def pages() -> list[tuple[str, str]]:
-    """Python of the README and of the page about the layer, each with its name."""
+    """Return the Python code in the README and in the page about the layer, each with its file name."""
     blocks = re.compile(r"```python\n(.*?)```", re.DOTALL)
     names = ("README.md", "docs/layer.md")
     return [(name, "".join(blocks.findall((ROOT / name).read_text(encoding="utf-8")))) for name in names]
@@ -442,7 +421,7 @@ def pages() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "code"), pages(), ids=lambda text: text if len(text) < 20 else "")
 def test_what_the_pages_show_runs_and_ends_with_the_fanout_aimed_at(name: str, code: str) -> None:
-    """The README used a running mean, which does not settle in 60 steps: the fanout was 0.5."""
+    """Regression: the README used a running mean, which does not settle in 60 steps, so the fanout was 0.5."""
     torch.manual_seed(0)
     shown: dict[str, Any] = {}
     exec(compile(code, name, "exec"), shown)

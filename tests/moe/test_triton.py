@@ -1,4 +1,4 @@
-"""The Triton kernels against `reference`, in Triton's interpreter where there is no GPU; and compiled for one."""
+"""The Triton kernels against `reference`, on a GPU or else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -103,14 +103,12 @@ def test_narrow_rows_differ_by_rounding_alone(dtype: torch.dtype, tolerance: flo
         assert (found[key].float() - value).norm() <= tolerance * value.norm(), key
 
 
-UNREAD = REQUIREMENTS["nan_in_what_no_expert_reads_reaches_nothing"]
+IDLE = REQUIREMENTS["nan_in_what_no_expert_reads_reaches_nothing"]
 
 
 @needs_a_device
 @pytest.mark.usefixtures("fresh_memory_is_nan")  # so is padding
-@pytest.mark.parametrize(
-    ("activation", "require"), [*(("relu2", r) for r in REQUIREMENTS.values()), ("swiglu", UNREAD)]
-)
+@pytest.mark.parametrize(("activation", "require"), [*(("relu2", r) for r in REQUIREMENTS.values()), ("swiglu", IDLE)])
 def test_kernels_meet_every_requirement(activation: ActivationName, require: Callable[[RoutedSum, Case], None]) -> None:
     require(padded, on_device(case(fanout(8, EXPERTS, 2), activation)))
 
@@ -134,15 +132,13 @@ def test_no_bit_depends_on_the_size_of_tiles_which_is_tuned(monkeypatch: pytest.
 @needs_a_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
-    """Compares its output and its own gradients."""
+    """Compares the output and the gradients of the row."""
     given = on_device(with_exact_sums(case(random(24, EXPERTS), dtype=dtype, d_model=20, d_expert=37)))
     together = outputs_and_gradients(padded, given)
     for token in (0, 23):
         own = slice(token, token + 1)
-        alone = given._replace(**{
-            key: getattr(given, key)[own] for key in ("x", "gates", "assignment", "upstream")
-        })  # fmt: skip
-        found = outputs_and_gradients(padded, alone)
+        parts = {key: getattr(given, key)[own] for key in ("x", "gates", "assignment", "upstream")}
+        found = outputs_and_gradients(padded, given._replace(**parts))
         for key in ("y", "x", "gates"):
             assert torch.equal(found[key], together[key][own]), (token, key)
 

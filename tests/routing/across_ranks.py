@@ -31,7 +31,7 @@ SHARES = {2: [(7, 5), (0, 12), (1, 20)], 3: [(4, 4, 4), (1, 0, 9), (0, 0, 5)]}
 
 
 def kinds_of_scores(tokens: int) -> dict[str, Tensor]:
-    """(tokens, experts) each: distinct, tied within and across ranks, all equal, and the numbers with odd bits."""
+    """Return scores (tokens, experts): distinct, tied within and across ranks, equal, or numbers with odd bits."""
     generator = torch.Generator().manual_seed(tokens)
     normal = torch.randn(tokens, EXPERTS, generator=generator)
     odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0, -1.0])
@@ -44,7 +44,7 @@ def kinds_of_scores(tokens: int) -> dict[str, Tensor]:
 
 
 def check_selection(shares: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:
-    """Taken are those that a stable sort of all ranks' tokens puts first; every k at once, and in any order."""
+    """Each cut takes the tokens that a stable sort over all ranks puts first, for many ks in any order."""
     tokens = sum(shares)
     ks = [*range(tokens, -1, -2), *range(tokens % 2 == 0, tokens, 2), 0]
     for name, scores in kinds_of_scores(tokens).items():
@@ -70,7 +70,7 @@ def check_radix(shares: tuple[int, ...], rank: int, group: dist.ProcessGroup) ->
 
 
 def check_too_few_tokens(rank: int, group: dist.ProcessGroup) -> None:
-    """All ranks refuse a pool with k = 0, and none hangs; without any tokens there is nothing to refuse."""
+    """All ranks refuse a pool with k = 0, and none hangs. An empty batch is allowed."""
     rule = ExpertThreshold(EXPERTS, warmup_steps=0)
     with pytest.raises(ValueError, match="pool of 1 tokens"):
         rule.route(torch.zeros(int(rank == 0), 1, EXPERTS), rule.init(), training=True, group=group)

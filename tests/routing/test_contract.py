@@ -54,12 +54,12 @@ train = functools.cache(trained)
 
 
 def pool_of(rule: Rule, batch: int = BATCH, time: int = TIME) -> int:
-    """Tokens of one pool on one rank."""
+    """Return the number of tokens in a pool on one rank."""
     return {"sequence": time, "batch": batch * time, "global": batch * time}.get(rule.pool, rule.pool)
 
 
 def modes(rule: Rule) -> tuple[tuple[type[Rule], str, Any], ...]:
-    """The options that choose a code path: all but numbers."""
+    """Return the options that select a code path, which are all options except numbers."""
     options = rule_to_dict(rule).items()
     kind = type(rule)
     return tuple((kind, name, option) for name, option in options if isinstance(option, (str, bool)) or option is None)
@@ -154,7 +154,7 @@ def test_max_pairs_is_exact_for_token_choice_and_none_without_a_bound() -> None:
 
 @each({name: rule for name, rule in EXPERT_CHOICE.items() if rule.experts_per_token < EXPERTS})
 def test_expert_choice_in_training_is_not_causal(rule: Rule) -> None:
-    """The negative control of what PROPERTIES require of inference."""
+    """This is the negative control of the causality check in PROPERTIES."""
     scores, others = make_scores(rule), make_scores(rule, 7)
     before = rule.route(scores, train(rule), training=True).assignment
     seen = []

@@ -156,7 +156,7 @@ def test_kernels_are_offered_only_plain_sigmoid_gates_and_labels_name_the_others
 
 
 def scores_with_nulls() -> tuple[Tensor, Tensor]:
-    """Scores of experts alone, and the same followed by three null scores."""
+    """Return experts' scores, and the same scores followed by three null scores."""
     return make_scores(), torch.cat([make_scores(), make_scores(5)[..., :3]], -1)
 
 
@@ -181,9 +181,8 @@ def test_pairs_of_a_sequence_are_compared_by_their_shares_of_all_scores() -> Non
     shares = own.exp() / scores.exp().sum(-1, keepdim=True)
     torch.testing.assert_close(routing.gates, shares)
     order = shares.flatten(1).argsort(1, descending=True)[:, : 2 * scores.shape[1]]
-    assert torch.equal(
-        routing.assignment.flatten(1), torch.zeros(2, own[0].numel(), dtype=torch.bool).scatter(1, order, True)
-    )
+    expected = torch.zeros(2, own[0].numel(), dtype=torch.bool).scatter(1, order, True)
+    assert torch.equal(routing.assignment.flatten(1), expected)
 
 
 def test_null_scores_do_not_enter_the_loss_and_enter_values_over_gates() -> None:

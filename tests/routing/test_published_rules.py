@@ -1,7 +1,8 @@
-"""ReLU, top-p, sequence top-k and null slots by their definitions and published code; and what is steered arrives."""
+"""ReLU, top-p, sequence top-k and null slots equal their definitions and published code, and reach their targets."""
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -26,7 +27,7 @@ def make_scores(seed: int = 0, *, spread: float = 1.0, width: int = EXPERTS) -> 
 
 
 def published_l1(probs: Tensor, topk: float, coefficient: float) -> Tensor:
-    """The computation of thu-ml/ReMoE on one rank: switch_load_balancing_loss_func of ReLU's outputs."""
+    """Return the loss of thu-ml/ReMoE on one rank, switch_load_balancing_loss_func of ReLU's outputs."""
     tokens, experts = probs.shape
     tokens_per_expert = (probs > 0).sum(dim=0)
     return (probs.sum(dim=0) * tokens_per_expert).sum() * (experts * coefficient / (tokens * tokens * topk))
@@ -90,7 +91,7 @@ def test_a_short_run_starts_with_a_larger_lambda_and_the_published_length_with_t
 
 
 def published_top_p(shares: Tensor, p: float) -> Tensor:
-    """The weights (tokens, experts) of ZhenweiAn/Dynamic_MoE, 0 where an expert is not taken."""
+    """Return the weights (tokens, experts) of ZhenweiAn/Dynamic_MoE, which are 0 for experts that are not taken."""
     ordered, order = torch.sort(shares, descending=True)
     beyond = ordered.cumsum(-1) > p
     first = torch.nn.functional.one_hot(beyond.long().argmax(-1), shares.shape[-1]).bool()
@@ -141,13 +142,11 @@ def test_gains_of_a_short_run_are_larger_and_never_wild() -> None:
 
 
 def best_pairs(values: Tensor, tokens: int, rule: SeqTopK) -> set[tuple[int, int]]:
-    """The pairs that the first `tokens` of a sequence's values (time, experts) take together, one after another."""
-    pairs = sorted(
-        ((t, i) for t in range(tokens) for i in range(EXPERTS)), key=lambda pair: (-values[pair].item(), pair)
-    )
+    """Return the pairs that the first `tokens` tokens of values (time, experts) take, selected one by one."""
+    pairs = itertools.product(range(tokens), range(EXPERTS))
     budget, most = int(tokens * Fraction(str(rule.experts_per_token))), rule.max_per_token or EXPERTS
     taken: list[tuple[int, int]] = []
-    for pair in pairs:
+    for pair in sorted(pairs, key=lambda pair: (-values[pair].item(), pair)):
         if len(taken) < budget and sum(token == pair[0] for token, _ in taken) < most:
             taken.append(pair)
     return set(taken)
@@ -228,9 +227,7 @@ STEERED: dict[str, tuple[Rule, float, float]] = {
         for fanout in (1.5, 2.5, 4)
         for spread in (0.3, 3.0)
     },
-    **{
-        f"null slots, fanout {fanout}": (null_slots(fanout=fanout, bias_rate=0.002), 1, 1.3) for fanout in (0.5, 1, 2.5)
-    },
+    **{f"nulls, fanout {fanout}": (null_slots(fanout=fanout, bias_rate=0.002), 1, 1.3) for fanout in (0.5, 1, 2.5)},
     "biases by sign": (TokenChoice(EXPERTS, balance="loss_free", bias_rate=0.02), 1, 1.3),
     "biases in proportion": (TokenChoice(EXPERTS, balance="loss_free_proportional", bias_rate=0.02), 1, 1.3),
 }

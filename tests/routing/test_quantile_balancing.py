@@ -23,7 +23,7 @@ def seen(rule: Rule, scores: Tensor, state: Any) -> Any:
 
 
 def by_definition(rule: QuantileBalancing, scores: Tensor, beta: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The assignment and next step's prices before their mean is taken off, token by token, expert by expert."""
+    """Return the assignment and the next prices, before their mean is subtracted, computed by loops."""
     values = (scores if rule.over == "scores" else scores.sigmoid()).reshape(-1, rule.num_experts).numpy()
     k, (tokens, experts) = rule.experts_per_token, values.shape
     assignment, margins = np.zeros((tokens, experts), bool), np.zeros_like(values)

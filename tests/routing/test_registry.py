@@ -1,4 +1,4 @@
-"""The table of rules refuses classes that commands could not take, and makes whole numbers of what a file has."""
+"""The registry refuses classes that commands could not use, and converts whole numbers to int."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from expert_threshold.routing import RULES, Rule, observe, register_rule, rule_f
 
 
 class Still(Rule):
-    """A rule that is never asked."""
+    """A rule whose methods are never called."""
 
     init = route = update = lambda *_, **__: None  # type: ignore[assignment]
 
@@ -43,7 +43,7 @@ SIZES = (("num_experts", int, 4), ("experts_per_token", int, 2))
     ],
 )
 def test_a_class_that_commands_could_not_take_is_refused(cls: Any, words: str) -> None:
-    """It was entered, and then broke commands that were given other rules, too."""
+    """Regression: such a class was registered and then broke commands with other rules, too."""
     with pytest.raises(ValueError, match=words):
         register_rule("refused", cls)
     assert "refused" not in RULES
@@ -52,7 +52,7 @@ def test_a_class_that_commands_could_not_take_is_refused(cls: Any, words: str) -
 def test_sizes_are_checked_for_a_rule_that_does_not_and_whole_numbers_stay_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A command line read --experts-per-token 2 as 2.0, which `topk` does not take."""
+    """Regression: --experts-per-token 2 was read as 2.0, which `topk` does not accept."""
     monkeypatch.setitem(RULES._rules, "plain", Plain)  # type: ignore[attr-defined]
     assert type(rule_from_dict({"name": "plain", "experts_per_token": 2.0}).experts_per_token) is int
     for option, value in (

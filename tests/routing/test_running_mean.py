@@ -123,7 +123,7 @@ def test_warmup_is_expert_choice_and_ends_after_its_last_step() -> None:
 
 
 def drifting(rule: ExpertThreshold, steps: int, drift: float) -> tuple[Tensor, Tensor]:
-    """The cutoff after steps in which equal scores all rose by `drift`, and the next batch's."""
+    """Return the cutoff after steps in which all scores rose by `drift`, and the cutoff of the next batch."""
     state = rule.init()
     for step in range(steps):
         scores = make_scores(0) + drift * step
@@ -133,7 +133,7 @@ def drifting(rule: ExpertThreshold, steps: int, drift: float) -> tuple[Tensor, T
 
 @given(st.integers(2, 40), st.sampled_from([0.5, 1, 1.5, 2, 4]), st.sampled_from([0.5, 1, 3.5, 5, 15, 20, 40]))
 def test_only_bounds_that_never_bind_leave_tokens_to_themselves(experts: int, fanout: float, slack: float) -> None:
-    """k is rounded down, so that in a pool of few tokens a large slack may bind."""
+    """k is rounded down, so even a large slack may bind in a small pool."""
     rule = ExpertThreshold(experts, min(fanout, experts), warmup_steps=0, capacity_slack=slack)
     least = math.ceil(experts / rule.experts_per_token)
     of_pools = [(tokens, rule.load_bounds(tokens)) for tokens in range(least, 5 * least)]
@@ -165,7 +165,7 @@ def test_a_trend_is_critically_damped() -> None:
 @pytest.mark.parametrize("earlier", FOLLOWING)
 @pytest.mark.parametrize(("steps", "new_run"), [(4, False), (0, True), (4, True), (20, True)])
 def test_an_estimator_goes_on_from_another_ones_cutoff(earlier: str, later: str, steps: int, new_run: bool) -> None:
-    """A trend once took the sum of a young mean for its level, and a mean kept a trend's last slope for good."""
+    """Regression: a trend used the undebiased mean as its level, and a mean kept a trend's last slope forever."""
     began, rule = FOLLOWING[earlier], FOLLOWING[later]
     state = began.init()
     for step in range(steps):  # scores that rise, so that a trend has a slope and a mean of weight 0.34 lags

@@ -26,7 +26,7 @@ ANY = st.floats(width=32, allow_nan=False)
 
 @st.composite
 def score_matrices(draw: st.DrawFn, most_tokens: int = 12) -> Tensor:
-    """(pools, tokens, experts) float32 of few values or of any: rows, contiguous columns, or a part of wider rows."""
+    """Draw scores (pools, tokens, experts) with ties or without, contiguous, transposed or sliced from wider rows."""
     shape = tuple(draw(st.integers(1, n)) for n in (3, most_tokens, 3))
     some = torch.tensor(draw(st.lists(draw(st.sampled_from([TIED, ANY])), min_size=1, max_size=20)))
     scores = some.float()[torch.randint(len(some), shape, generator=torch.Generator().manual_seed(len(some)))]
@@ -43,7 +43,7 @@ def scores_and_ks(draw: st.DrawFn, most_tokens: int = 12) -> tuple[Tensor, list[
 
 
 def in_order(scores: Tensor) -> list[tuple[float, int]]:
-    """(score, index) of one expert's tokens, as they are to be taken."""
+    """Return (score, index) of one expert's tokens, in the order in which they are taken."""
     places = [(score, index) for index, score in enumerate(scores.tolist())]
     return sorted(places, key=lambda place: (-place[0], place[1]))
 
@@ -63,7 +63,7 @@ def test_every_way_to_find_it_agrees_with_the_definition(case: tuple[Tensor, lis
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_the_quicker_way_at_a_shape_is_measured_once(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy's takes a sixth of the time of torch's on one processor, and twice it on another."""
+    """numpy needs a sixth of torch's time on one processor, and twice as much on another."""
     now, ways = 0.0, list(selection.WAYS)
     calls = [0, 0]
 
@@ -90,10 +90,8 @@ def test_the_quicker_way_at_a_shape_is_measured_once(slow: int, monkeypatch: pyt
 def test_selection_in_blocks_agrees_with_the_definition(shape: tuple[int, int, int]) -> None:
     scores = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(100).round()
     ks = [shape[1] // 3, 1, 0, shape[1], shape[1] // 2]
-    for a, b in zip(
-        selection._kth_largest_by_sorting(scores, ks), selection._kth_largest_in_linear_time(scores, ks), strict=True
-    ):
-        assert torch.equal(a, b)
+    sorting, quick = selection._kth_largest_by_sorting(scores, ks), selection._kth_largest_in_linear_time(scores, ks)
+    assert all(torch.equal(a, b) for a, b in zip(sorting, quick, strict=True))
 
 
 @given(scores_and_ks())
@@ -104,7 +102,7 @@ def test_a_cut_takes_exactly_k_and_the_largest(case: tuple[Tensor, list[int]]) -
 
 
 def assert_taken(scores: Tensor, taken: Tensor, counts: Tensor) -> None:
-    """The first `counts` (pools, experts) tokens of the order are taken, and no others."""
+    """Check that the first `counts` (pools, experts) tokens of the order are taken, and no others."""
     for pool in range(scores.shape[0]):
         for expert in range(scores.shape[2]):
             first = [index for _, index in in_order(scores[pool, :, expert])[: int(counts[pool, expert])]]
@@ -138,12 +136,7 @@ def test_the_operator_is_fit_for_the_compiler(ks: list[int]) -> None:
 # Bounds
 
 
-@given(
-    tokens=st.integers(1, 10**6),
-    fanout=st.decimals("0.01", "8", places=2).filter(lambda x: x > 0),
-    experts=st.integers(1, 64),
-    slack=st.decimals("0", "3", places=3),
-)
+@given(st.integers(1, 10**6), st.decimals("0.01", "8", places=2), st.integers(1, 64), st.decimals("0", "3", places=3))
 def test_bounds_are_the_floors_of_the_decimals(tokens: int, fanout: Fraction, experts: int, slack: Fraction) -> None:
     k = Fraction(fanout) * tokens / experts // 1
     assume(0 < k <= tokens)

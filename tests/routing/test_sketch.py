@@ -1,4 +1,4 @@
-"""Sketches of scores, and the cutoffs at other rates that they tell."""
+"""Sketches of scores, and the cutoffs for other rates that follow from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERTS = 4
 
 
 def skewed(tokens: int, seed: int = 0) -> Tensor:
-    """(1, tokens, experts): another mean, spread and tail for each expert."""
+    """Return scores (1, tokens, experts) with a different mean, spread and tail for each expert."""
     normal = torch.randn(1, tokens, EXPERTS, generator=torch.Generator().manual_seed(seed))
     return normal.mul(0.2 * torch.arange(1, EXPERTS + 1)).exp() + torch.arange(EXPERTS)
 

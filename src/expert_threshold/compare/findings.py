@@ -30,7 +30,6 @@ def read_runs(folder: Path) -> list[Run]:
 
     Raises ValueError if a run is damaged.
     """
-    usual = list(methods())
     found = []
     for path in sorted(folder.glob("*/seed_*/config.json")):
         if (seed := seed_of(path.parent)) is not None:
@@ -42,9 +41,8 @@ def read_runs(folder: Path) -> list[Run]:
             with damaged(opened):
                 found.append(read_run(opened, path.parent.parent.name))
             _ = found[-1].result  # raises ValueError if a record is damaged
-    return sorted(
-        found, key=lambda run: (usual.index(run.method) if run.method in usual else len(usual), run.method, run.seed)
-    )
+    place = {method: number for number, method in enumerate(methods())}
+    return sorted(found, key=lambda run: (place.get(run.method, len(place)), run.method, run.seed))
 
 
 @dataclass(frozen=True)

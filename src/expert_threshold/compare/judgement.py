@@ -124,20 +124,15 @@ def _seconds_to(run: Result, goal: float | None) -> float | None:
 def judged_cells(rows: Sequence[Judged], baseline: str) -> list[list[str]]:
     """Return the cells below `HEADERS`."""
     flops = next((row.flops for row in rows if row.method == baseline), 1.0)
-    return [
-        [
-            row.method,
-            shown(row.difference),
-            "baseline" if row.method == baseline else "–" if row.difference is None else row.difference.verdict,
-            "–" if row.corrected is None else row.corrected.verdict,
-            shown(row.at_flops),
-            shown(row.at_seconds),
-            f"× {row.flops / flops:.3f}",
-            fixed(row.seconds, 0),
-            fixed(row.seconds_to_loss, 0),
-        ]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        verdict: str = "–" if row.difference is None else row.difference.verdict
+        verdict = "baseline" if row.method == baseline else verdict
+        corrected_verdict = "–" if row.corrected is None else row.corrected.verdict
+        differences, cost = (shown(row.at_flops), shown(row.at_seconds)), f"× {row.flops / flops:.3f}"
+        seconds = fixed(row.seconds, 0), fixed(row.seconds_to_loss, 0)
+        lines.append([row.method, shown(row.difference), verdict, corrected_verdict, *differences, cost, *seconds])
+    return lines
 
 
 def shown(difference: Difference | None) -> str:

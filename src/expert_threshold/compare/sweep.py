@@ -225,19 +225,13 @@ class Sweep:
         from optuna.trial import TrialState
 
         found = self._studies[method].get_trials(deepcopy=False, states=[TrialState.COMPLETE, TrialState.PRUNED])
-        return [
-            Trial(
-                number,
-                trial.user_attrs.get("state", "finished"),
-                dict(trial.params),
-                trial.value if trial.state == TrialState.COMPLETE else None,
-                sorted(trial.intermediate_values.items()),
-                trial.user_attrs.get("seconds", 0.0),
-                trial.user_attrs.get("reason"),
-                trial.user_attrs.get("present", False),
-            )
-            for number, trial in enumerate(found, start=1)
-        ]
+        trials = []
+        for number, trial in enumerate(found, start=1):
+            told: dict[str, Any] = {"state": "finished", "reason": None} | trial.user_attrs  # set by `_make`
+            loss = trial.value if trial.state == TrialState.COMPLETE else None
+            curve = sorted(trial.intermediate_values.items())
+            trials.append(Trial(trial=number, options=dict(trial.params), loss=loss, curve=curve, **told))
+        return trials
 
     def left(self) -> list[tuple[str, int]]:
         """Return (method, number) of each remaining trial. The methods take turns."""

@@ -29,9 +29,7 @@ def segments(assignment: Tensor, rows: int | None) -> Segments:
     tokens, experts = assignment.shape
     ends, fanout = assignment.sum(0).cumsum(0), assignment.sum(1).cumsum(0)
     if tokens and experts:
-        torch._assert_async(
-            (ends[-1] <= rows), f"there are more token-expert pairs than the {rows} rows allocated for them"
-        )
+        torch._assert_async(ends[-1] <= rows, f"there are more token-expert pairs than the {rows} rows for them")
     expert, token = assignment.T.nonzero_static(size=rows, fill_value=-1).unbind(1)
     padding = token < 0
     return Segments(

@@ -304,10 +304,9 @@ def attend(
             return _within_window(q, k, v, window)
         positions = torch.arange(q.shape[2], device=q.device)
         mask, causal = _mask(positions[:, None], positions, window, q.dtype), False
+    grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(ANY_LENGTH) if grows and q.is_cuda else nullcontext():
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
 
 def has_flash(q: Tensor) -> bool:

@@ -59,9 +59,7 @@ class GPTConfig:
     gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout. none disables this.")
     activation: ActivationName = option("relu2", "Activation of the feed-forward networks.")
     z_loss: NonNegative | None = option(None, "Strength of the router z-loss. none disables it.")
-    initialization: Initialization = option(
-        "paper", "Distribution of the initial weights. It has no effect on a trained model."
-    )
+    initialization: Initialization = option("paper", "Distribution of the initial weights. Only affects new models.")
     value_embeddings: ValueEmbeddings | None = option(
         None,
         "Layers that add a learned, gated embedding of each token to its attention value. alternate selects every "
@@ -74,9 +72,7 @@ class GPTConfig:
     qk_scale: Annotated[float, Bounds(above=0, most=100)] = option(
         1.0, "Factor applied to queries and keys after normalization. Values above 1 sharpen attention."
     )
-    rotary_base: Annotated[float, Bounds(above=1, most=10**12)] = option(
-        10_000.0, "Base of the rotary embeddings' wavelengths."
-    )
+    rotary_base: Annotated[float, Bounds(above=1, most=10**12)] = option(1e4, "Base of the rotary embeddings.")
     key_offset: KeyOffset | None = option(
         None,
         "Layers in which the slowest-rotating half of each key comes from the previous token, so that a single layer "
@@ -182,14 +178,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.attention = Attention(
-            config.d_model,
-            config.heads,
-            config.kv_heads,
-            config.window(layer),
-            config.vocab_size if config.has_value_embedding(layer) else None,
-            key_offset=config.has_key_offset(layer),
-        )
+        heads, window, offset = (config.heads, config.kv_heads), config.window(layer), config.has_key_offset(layer)
+        table = config.vocab_size if config.has_value_embedding(layer) else None
+        self.attention = Attention(config.d_model, *heads, window, table, key_offset=offset)
         self.feed_forward: FeedForward | None = None
         self.moe: MoE | None = None
         if config.rule is None or layer < config.dense_layers:

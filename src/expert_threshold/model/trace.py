@@ -154,11 +154,8 @@ class Trace:
     def state(self, layer: int) -> Any:
         """Return the state that the layer's rule had when the trace was recorded."""
         assert self.rule is not None
-        first = self.rule.init()
-        saved = self._header["states"][str(layer)]
-        return type(first)(
-            **{name: torch.tensor(saved[name], dtype=value.dtype) for name, value in first._asdict().items()}
-        )
+        first, saved = self.rule.init(), self._header["states"][str(layer)]
+        return first._replace(**{name: torch.tensor(saved[name], dtype=v.dtype) for name, v in first._asdict().items()})
 
     @property
     def tokens(self) -> np.ndarray:

@@ -91,9 +91,8 @@ class Linear(nn.Linear):
 def hooked(module: nn.Module, *, except_by: type | None = None) -> bool:
     """Return True if an override, or hooks of classes other than `except_by`, may make a call differ from `forward`."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return "forward" in module.__dict__ or any(
-        not isinstance(hook, except_by or ()) for of in hooks for hook in of.values()
-    )
+    others = (hook for of in hooks for hook in of.values() if not isinstance(hook, except_by or ()))
+    return "forward" in module.__dict__ or next(others, None) is not None
 
 
 def plain(*modules: nn.Module) -> bool:

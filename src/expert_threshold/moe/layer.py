@@ -80,9 +80,8 @@ class MoE(nn.Module):
         d_model = self.router.weight.shape[1]
         if x.ndim != 3 or x.shape[2] != d_model:
             raise ValueError(f"x must have shape (batch, time, d_model={d_model}), not {tuple(x.shape)}")
-        if mask is not None and not (
-            isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:2] and pasts is None
-        ):
+        fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:2] and pasts is None
+        if mask is not None and not fits:
             raise ValueError(f"mask must be bool of shape {tuple(x.shape[:2])}, (batch, time), and pasts must be None")
         routing = self.router(x, pasts, mask)
         y = self.compute(x, routing)

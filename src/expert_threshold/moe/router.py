@@ -141,9 +141,8 @@ class Router(nn.Module):
 
         def spread(values: list[Tensor]) -> Tensor:
             found = torch.cat(values, 1)[0]
-            return found.new_zeros((*mask.shape, *found.shape[1:])).masked_scatter(
-                mask.reshape(*mask.shape, *[1] * (found.ndim - 1)), found
-            )
+            counts = mask.reshape(*mask.shape, *[1] * (found.ndim - 1))
+            return found.new_zeros((*mask.shape, *found.shape[1:])).masked_scatter(counts, found)
 
         losses = [part.loss * part.scores.shape[1] for part in parts if part.loss is not None]
         return _joined(parts, spread, loss=sum(losses) / mask.sum().clamp(min=1) if losses else None)
@@ -176,15 +175,11 @@ class Router(nn.Module):
         if past.scores is None:
             return self.rule.route(scores, state, training=False)
         whole = self.rule.route(torch.cat((past.scores[None], scores), 1), state, training=False)
-        begun = len(past.scores)
-        gates, assignment = whole.gates[:, begun:], whole.assignment[:, begun:]
-        return Routing(
-            scores=scores,
-            gates=gates,
-            assignment=assignment,
-            observation=observe(scores, assignment, gates),
-            passthrough=None if whole.passthrough is None else whole.passthrough[:, begun:],
-        )
+        new = slice(len(past.scores), None)
+        gates, assignment = whole.gates[:, new], whole.assignment[:, new]
+        copied = None if whole.passthrough is None else whole.passthrough[:, new]
+        seen = observe(scores, assignment, gates)
+        return Routing(scores=scores, gates=gates, assignment=assignment, observation=seen, passthrough=copied)
 
     @property
     def state(self) -> Any:

@@ -68,23 +68,13 @@ class NullSlots(Rule):
         biased = (shares.detach() + state.bias).reshape(tokens, self.num_scores, 1)
         (lowest,) = kth_largest(biased, [self.slots_per_token])
         chosen = take(biased, lowest).reshape(scores.shape)
-        gates = self.gate_scale * shares
-        of_experts = gates[..., :experts].contiguous()  # FSDP2 warns about outputs that are views
-        null = chosen[..., experts:]
-        observation = observe(
-            scores,
-            chosen[..., :experts],
-            of_experts,
-            target=tokens * self.experts_per_token / experts,
-            null_load=null.flatten(0, 1).sum(0),
-        )
-        return Routing(
-            scores=scores,
-            gates=of_experts,
-            assignment=chosen[..., :experts],
-            observation=observation,
-            passthrough=(gates[..., experts:] * null).sum(-1) if self.null == "copy" else None,
-        )
+        assignment, null = chosen[..., :experts], chosen[..., experts:]
+        factors = self.gate_scale * shares
+        gates = factors[..., :experts].contiguous()  # FSDP2 warns about outputs that are views
+        copied = (factors[..., experts:] * null).sum(-1) if self.null == "copy" else None
+        target, null_load = tokens * self.experts_per_token / experts, null.flatten(0, 1).sum(0)
+        seen = observe(scores, assignment, gates, target=target, null_load=null_load)
+        return Routing(scores=scores, gates=gates, assignment=assignment, observation=seen, passthrough=copied)
 
     @torch.no_grad()
     def update(self, state: NullSlotState, observation: Observation) -> NullSlotState:
@@ -105,7 +95,6 @@ class NullSlots(Rule):
         return tokens * min(self.slots_per_token, self.num_experts)
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the number of tokens over which load is measured."""
         return Window(step, None)
 
     def describe(self, state: NullSlotState) -> dict[str, Tensor]:

@@ -77,7 +77,6 @@ class ReLU(Rule):
         return "batch"
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the number of tokens over which load is measured."""
         return Window(batch, None)
 
     def thresholds(self, state: ReLUState) -> Tensor:

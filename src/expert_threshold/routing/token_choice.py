@@ -155,7 +155,6 @@ class TokenChoice(Valued):
         return 0, min(-(-tokens * self.experts_per_token * factor // (self.num_experts * unit)), tokens)
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the number of tokens over which load is measured."""
         measured = {"none": None, "aux": batch, "global_aux": batch}
         return Window(measured.get(self.balance, step), None)
 

@@ -47,9 +47,7 @@ class TopP(Rule):
     """
 
     num_experts: Count = option(16, "Routed experts per layer.")
-    experts_per_token: float = option(
-        1.0, "Target for the mean number of routed experts per token. It is only used if p is steered."
-    )
+    experts_per_token: float = option(1.0, "Target for the mean routed experts per token, only used if p is steered.")
     p: Literal["steered"] | Share = option(
         P_START,
         "Probability that a token's experts add up to. steered adjusts p until the mean fanout is experts_per_token.",
@@ -103,7 +101,6 @@ class TopP(Rule):
         return self.p == "steered"
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the number of tokens over which the mean fanout is measured."""
         return Window(step if self.aims_at_fanout else None, None)
 
     def describe(self, state: TopPState) -> dict[str, Tensor]:

@@ -30,17 +30,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEPTH, PART = (16, 16) if INTERPRETED else (64, 32)
 # For float32 without tensor cores, which would round. Larger tiles do not fit in the registers.
 FIXED = {"tile_m": 16, "tile_n": 32} if INTERPRETED else {"tile_m": 64, "tile_n": 64}
-TILES = [  # rows, columns, warps, stages of the pipeline
-    (128, 256, 8, 3),
-    (128, 256, 8, 4),
-    (256, 128, 8, 3),
-    (128, 128, 8, 4),
-    (128, 128, 4, 3),
-    (64, 128, 4, 4),
-]
-CONFIGS = [
-    triton.Config({"tile_m": m, "tile_n": n}, num_warps=warps, num_stages=stages) for m, n, warps, stages in TILES
-]
+# Rows, columns, warps and stages of the pipeline.
+TILES = [(128, 256, 8, 3), (128, 256, 8, 4), (256, 128, 8, 3), (128, 128, 8, 4), (128, 128, 4, 3), (64, 128, 4, 4)]
+CONFIGS = [triton.Config({"tile_m": m, "tile_n": n}, num_warps=w, num_stages=stages) for m, n, w, stages in TILES]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -305,13 +297,9 @@ def _spread_gates(dots: Tensor, segments: Segments, gates: Tensor) -> Tensor:
 
 
 def _forward(x: Tensor, gates: Tensor, packed: Segments, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    if _is_relu2(up, down):
-        kept, _, _ = _multiply(x, packed, up, gathered=True, out_in=True, epilogue="relu2")
-        a = kept
-    else:
-        kept, _, _ = _multiply(x, packed, up, gathered=True, out_in=True)
-        a = SWIGLU.value(kept)
-    ys, _, _ = _multiply(a, packed, down, out_in=True)
+    relu2 = _is_relu2(up, down)
+    kept, _, _ = _multiply(x, packed, up, gathered=True, out_in=True, epilogue="relu2" if relu2 else "")
+    ys, _, _ = _multiply(kept if relu2 else SWIGLU.value(kept), packed, down, out_in=True)
     return _sum_by_token(ys, packed, gates), kept
 
 

@@ -292,9 +292,8 @@ def _milliseconds(call: Callable[[], object]) -> float:
 auto, reference = Auto(), Reference()
 
 # From the definition to the most specialised.
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (reference, Grouped(), Static(), Cpu(), Triton(), ExpertParallel())
-}
+_ALL: tuple[Backend, ...] = (reference, Grouped(), Static(), Cpu(), Triton(), ExpertParallel())
+BACKENDS = {backend.name: backend for backend in _ALL}
 
 # `expert_parallel` cannot be chosen by name, since splitting the experts of a layer wraps its backend in it.
 BY_NAME = {name: backend for name, backend in {"auto": auto, **BACKENDS}.items() if name != "expert_parallel"}
