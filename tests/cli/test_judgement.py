@@ -122,9 +122,9 @@ def test_a_loss_before_the_first_validation_is_unknown() -> None:
 
 
 def test_a_loss_that_is_not_finite_leaves_its_differences_out() -> None:
-    _, row = judge([result("base", 0, [4.0, 3.0]), result("other", 0, [4.0, None])], "base")
-    assert row.difference is None
-    assert row.seconds_to_loss is None
+    runs = [result("base", seed, [4.0, 3.0]) for seed in (0, 1)] + [result("other", 0, [4.0, None])]
+    _, row = judge([*runs, result("other", 1, [4.0, 3.0])], "base")
+    assert row.difference is row.corrected is row.seconds_to_loss is None
     assert judged_cells([row], "base")[0][1:3] == ["–", "–"]
     diverged = result("other", 0, [4.0, None], clock=[1.0, 1.0])  # nothing was logged after the validation
     _, row = judge([result("base", 0, [4.0, 3.0]), diverged], "base")

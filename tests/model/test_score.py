@@ -21,11 +21,12 @@ def model() -> GPT:
     return small_model(ExpertThreshold(4, 1, warmup_steps=0), steps=0, **sizes).train()
 
 
-def some_groups(model: GPT, count: int) -> list[list[Continuation]]:
+@pytest.fixture(scope="module")
+def groups(model: GPT) -> list[list[Continuation]]:
     """Draw one to four sequences with a common prefix of random length; half of the continuations are the likeliest."""
     chance = random.Random(0)
     groups = []
-    for _ in range(count):
+    for _ in range(8):
         alike = chance.choices(range(40), k=chance.randint(1, 30))
         group = []
         for _ in range(chance.randint(1, 4)):
@@ -38,11 +39,6 @@ def some_groups(model: GPT, count: int) -> list[list[Continuation]]:
             group.append(Continuation(tokens, start))
         groups.append(group)
     return groups
-
-
-@pytest.fixture(scope="module")
-def groups(model: GPT) -> list[list[Continuation]]:
-    return some_groups(model, 8)
 
 
 @pytest.fixture(scope="module")

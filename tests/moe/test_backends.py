@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +21,7 @@ from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.kernels.segments import segments
 from expert_threshold.moe import BACKENDS, Experts, FeedForward, backends
-from expert_threshold.moe.backends import BY_NAME, FEW, Backend, auto, backend_named
+from expert_threshold.moe.backends import BY_NAME, FEW, auto, backend_named
 from expert_threshold.moe.backends.grouped import Plan, form_groups, most_slots
 from expert_threshold.moe.backends.static import PADDING_PER_BAG, is_native, sum_by_token
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, _FeedForwardFunction, plain
@@ -220,16 +221,15 @@ def test_auto_is_static_on_a_gpu_where_the_products_of_all_experts_are_one_kerne
     assert auto.chosen(x, Experts(EXPERTS, 8, 16), rows).name == expected
 
 
-class Recorded(Backend):
-    """The reference times a factor, or a failure if the factor is None."""
+def off_by(factor: float | None) -> Callable[..., Tensor]:
+    """Return the reference times a factor, or a failure if the factor is None."""
 
-    def __init__(self, name: str, factor: float | None) -> None:
-        self.name, self.factor = name, factor  # type: ignore[misc]
-
-    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-        if self.factor is None:
+    def backend(*given: Any, rows: int) -> Tensor:
+        if factor is None:
             raise RuntimeError("does not compile")
-        return BACKENDS["reference"].routed_sum(x, gates, assignment, experts, rows) * self.factor
+        return BACKENDS["reference"](*given, rows=rows) * factor
+
+    return backend
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_on_a_gpu_auto_is_the_backend_measured_fastest_there_among_those_that_ag
     factors: tuple[float | None, ...], milliseconds: tuple[float, ...], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, factor in zip("ab", factors, strict=True):
-        monkeypatch.setitem(BACKENDS, name, Recorded(name, factor))
+        monkeypatch.setitem(BACKENDS, name, off_by(factor))
     monkeypatch.setattr(backends, "_milliseconds", mock.Mock(side_effect=milliseconds))
     before = torch.get_rng_state()
     measured = backends._measured.__wrapped__

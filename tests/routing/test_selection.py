@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
@@ -40,12 +41,6 @@ def score_matrices(draw: st.DrawFn, most_tokens: int = 12) -> Tensor:
 def scores_and_ks(draw: st.DrawFn, most_tokens: int = 12) -> tuple[Tensor, list[int]]:
     scores = draw(score_matrices(most_tokens))
     return scores, draw(st.lists(st.integers(0, scores.shape[1]), min_size=1, max_size=4))
-
-
-def in_order(scores: Tensor) -> list[tuple[float, int]]:
-    """Return (score, index) of one expert's tokens, in the order in which they are taken."""
-    places = [(score, index) for index, score in enumerate(scores.tolist())]
-    return sorted(places, key=lambda place: (-place[0], place[1]))
 
 
 @given(scores_and_ks())
@@ -103,10 +98,10 @@ def test_a_cut_takes_exactly_k_and_the_largest(case: tuple[Tensor, list[int]]) -
 
 def assert_taken(scores: Tensor, taken: Tensor, counts: Tensor) -> None:
     """Check that the first `counts` (pools, experts) tokens of the order are taken, and no others."""
-    for pool in range(scores.shape[0]):
-        for expert in range(scores.shape[2]):
-            first = [index for _, index in in_order(scores[pool, :, expert])[: int(counts[pool, expert])]]
-            assert taken[pool, :, expert].nonzero().flatten().tolist() == sorted(first)
+    for pool, expert in itertools.product(range(scores.shape[0]), range(scores.shape[2])):
+        order = sorted(enumerate(scores[pool, :, expert].tolist()), key=lambda place: (-place[1], place[0]))
+        first = sorted(index for index, _ in order[: int(counts[pool, expert])])
+        assert taken[pool, :, expert].nonzero().flatten().tolist() == first
 
 
 @given(score_matrices(), st.data())

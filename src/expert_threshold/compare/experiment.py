@@ -1,4 +1,4 @@
-"""Experiments with several runs in one folder, which one process at a time uses and the same command continues."""
+"""Experiments: several runs in one folder. One process uses it at a time, and the same command continues it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def read_runs(folder: Path) -> list[Run]:
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of finished runs and their comparison with a baseline. margin: of equivalence, in nats."""
+    """The results of finished runs and their comparison with a baseline. margin: the equivalence margin, in nats."""
 
     headline: str
     runs: Sequence[Run]

@@ -1,4 +1,4 @@
-"""One buffer for the rows of all experts, contiguous for each expert. Shapes only depend on those of the arguments."""
+"""One buffer for the rows of all experts, contiguous for each expert. Shapes depend only on the arguments' shapes."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class Block(nn.Module):
         return x + y, routing
 
 
-# Standard deviations of normal weights; those of other parts depend on the shape of the weight.
+# Standard deviations of normal weights. For other parts, they depend on the shape of the weight.
 _NORMAL: dict[Initialization, dict[str, float]] = {
     "paper": {"embed": 1.0, "head": 0.0, "output": 0.0, "down": 0.0},
     "nanochat": {"embed": 0.8, "head": 0.001, "output": 0.0, "down": 0.0},

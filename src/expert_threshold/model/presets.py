@@ -15,15 +15,9 @@ VALUE_GATE_CHANNELS, SMEAR_GATE_CHANNELS = 12, 24
 def _size(layers: int, d_model: int, head_dim: int, vocab_size: int, context: int) -> dict[str, Any]:
     heads = d_model // head_dim
     return {
-        "layers": layers,
-        "d_model": d_model,
-        "heads": heads,
-        "kv_heads": heads,
-        "d_expert": 2 * d_model,
-        "d_feed_forward": 4 * d_model,
-        "vocab_size": vocab_size,
-        "context": context,
-    }
+        "layers": layers, "d_model": d_model, "heads": heads, "kv_heads": heads, "d_expert": 2 * d_model,
+        "d_feed_forward": 4 * d_model, "vocab_size": vocab_size, "context": context,
+    }  # fmt: skip
 
 
 # d<N> is the paper's convention: N layers, d_model = 64 N, heads of 128 (Appendix B).
@@ -41,28 +35,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 # The model around the experts. Any preset can use any trunk; each option also has its own flag.
 TRUNKS: dict[str, dict[str, Any]] = {
     "paper": {
-        "value_embeddings": None,
-        "residual_scalars": False,
-        "skip_scalars": False,
-        "smear": False,
-        "backout": False,
-        "qk_scale": 1.0,
-        "rotary_base": 10_000.0,
-        "key_offset": None,
-        "windows": None,
-        "short_window": None,
+        "value_embeddings": None, "residual_scalars": False, "skip_scalars": False, "smear": False, "backout": False,
+        "qk_scale": 1.0, "rotary_base": 10_000.0, "key_offset": None, "windows": None, "short_window": None,
     },
     "nanochat": {  # at 92d63d4 (July 2026)
-        "value_embeddings": "alternate",
-        "residual_scalars": True,
-        "skip_scalars": True,
-        "smear": True,
-        "backout": True,
-        "qk_scale": 1.2,
-        "rotary_base": 100_000.0,
-        "windows": "SSSL",
+        "value_embeddings": "alternate", "residual_scalars": True, "skip_scalars": True, "smear": True, "backout": True,
+        "qk_scale": 1.2, "rotary_base": 100_000.0, "windows": "SSSL",
     },
-}
+}  # fmt: skip
 # No windows: in float32, torch implements them as masks and skips no computation.
 TRUNKS["tuned"] = TRUNKS["nanochat"] | {"windows": None, "key_offset": "last"}
 

@@ -58,26 +58,19 @@ def record_trace(
     schema = _schema(header, model.config.rule)
     was_training = model.training
     model.eval()
-    split = [field.name for field in schema if field.name.startswith("scores_")]
+    integers = ["token", "target", "position"]
+    floats = ["loss", *(f"{field.name}.list.element" for field in schema if field.name.startswith("scores_"))]
+    options: dict[str, Any] = {"compression": "zstd", "use_dictionary": integers, "use_byte_stream_split": floats}
+    rows, done = max(ROWS // (windows.shape[1] - 1), 1), 0
     try:
-        with (
-            replacing(path) as temporary,
-            pq.ParquetWriter(
-                temporary,
-                schema,
-                compression="zstd",
-                use_dictionary=["token", "target", "position"],
-                use_byte_stream_split=["loss", *(f"{name}.list.element" for name in split)],
-            ) as writer,
-        ):
-            rows = max(ROWS // (windows.shape[1] - 1), 1)
+        with replacing(path) as temporary, pq.ParquetWriter(temporary, schema, **options) as writer:
             for start in range(0, len(windows), rows):
                 columns: list[dict[str, np.ndarray]] = []
                 for batch in windows[start : start + rows].split(batch_size):
                     columns.append(_columns(model, batch))
+                    done += batch[:, 1:].numel()
                     if progress is not None:
-                        done = start + sum(len(part["token"]) for part in columns) // (windows.shape[1] - 1)
-                        progress(done * (windows.shape[1] - 1), windows[:, 1:].numel())
+                        progress(done, windows[:, 1:].numel())
                 writer.write_table(_table(columns, schema))
     finally:
         model.train(was_training)
@@ -178,7 +171,7 @@ class Trace:
         return self._column("loss")
 
     def scores(self, layer: int) -> Tensor:
-        """Return the experts' scores (tokens, experts) float32, without those of null slots or null scores."""
+        """Return the experts' scores (tokens, experts) float32, excluding null slots and null scores."""
         return self._scores(layer)[:, : self._header["rule"]["num_experts"]]
 
     def assignment(self, layer: int) -> Tensor:

@@ -14,8 +14,8 @@ from .gpt import GPT, Block, GPTConfig
 def upcycled_config(dense: GPTConfig, rule: Rule, *, d_expert: int | None = None, dense_layers: int = 1) -> GPTConfig:
     """Return the configuration for `upcycle`, whose shared experts have the total width of the dense feed-forward.
 
-    d_expert: the width of an expert; None uses the configured one. Raises ValueError if the model is not dense, if the
-    width does not divide that of the feed-forward, or if the rule adds the tokens themselves, like copying null slots.
+    d_expert: the width of an expert; None uses the configured one. Raises ValueError if the model is not dense, if it
+    does not divide the width of the feed-forward, or if the rule adds the tokens themselves, like copying null slots.
     """
     if dense.rule is not None:
         raise ValueError("the model already has experts; upcycle a model that was trained with --rule dense")

@@ -217,8 +217,8 @@ def experts_forward(
 ) -> list[Tensor]:
     """Return y and, for each term, the relu of the pre-activations (rows, d_expert), filled from the first row on.
 
-    weights: up and down of routed experts, if there is an assignment, then those of any shared expert. room: the number
-    of rows for routed pairs, EXACT or NONE; shared experts have one row per token.
+    weights: up and down of any routed experts, then up and down of any shared expert. room: the number of rows for
+    routed pairs, EXACT or NONE; shared experts have one row per token.
     """
     rows = [len(x)] * (len(weights) // 2) if room != NONE else [0] * (len(weights) // 2)
     if assignment is not None:

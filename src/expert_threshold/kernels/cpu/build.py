@@ -43,7 +43,7 @@ def missing() -> str | None:
 
 
 def compiler() -> list[str]:
-    """Return CXX, or g++ if CXX is clang, whose OpenMP runtime would add threads to those of PyTorch."""
+    """Return CXX, or g++ if CXX is clang, whose OpenMP runtime would add threads to PyTorch's."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     return chosen if chosen and not any("clang" in word for word in chosen) else ["g++"]
 

@@ -686,9 +686,7 @@ struct Decoder {
 
 Decoder& decoder_at(int64_t handle) { return *reinterpret_cast<Decoder*>(handle); }
 
-// Creates a model without layers; the caller deletes it. embed: (vocab, d_model), float32; cos, sin: (places - 1,
-// head_dim / 2); cache: (layers, rows, places, 2, kv_heads, head_dim) and last: (rows, d_model), in the dtype of the
-// weights; softcap: 0 disables it; other parameters as in Model.
+// Creates a model without layers; the caller deletes it. Parameters are as in Model.
 int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const Tensor& sin, double qk_scale,
                int64_t offset_from, const Tensor& cache, const Tensor& last, const std::optional<Tensor>& smear_gate,
                double smear, double backout, double eps, double softcap) {
@@ -727,23 +725,13 @@ void add_layer(int64_t handle, const Tensor& qkv, const Tensor& output, const st
   };
   decoder.model.heads = output.size(1) / decoder.model.head_dim;
   decoder.layers.push_back({
-      .qkv = decoder.weight(qkv),
-      .output = decoder.weight(output),
-      .values = numbers(values),
-      .values_gate = decoder.gate(values_gate),
-      .window = window,
-      .residual = float(residual),
-      .skip = float(skip),
-      .dense = decoder.feed_forward(dense),
-      .expert = decoder.feed_forward(experts),
-      .router = numbers(router),
-      .cutoffs = numbers(cutoffs),
-      .bias = numbers(bias),
-      .experts = experts.empty() ? 0 : experts[0].size(0),
-      .scores = router ? router->size(0) : 0,
-      .chosen = chosen,
-      .softmax_gates = softmax_gates,
-      .divide_by_fanout = divide_by_fanout,
+      .qkv = decoder.weight(qkv), .output = decoder.weight(output),
+      .values = numbers(values), .values_gate = decoder.gate(values_gate),
+      .window = window, .residual = float(residual), .skip = float(skip),
+      .dense = decoder.feed_forward(dense), .expert = decoder.feed_forward(experts),
+      .router = numbers(router), .cutoffs = numbers(cutoffs), .bias = numbers(bias),
+      .experts = experts.empty() ? 0 : experts[0].size(0), .scores = router ? router->size(0) : 0,
+      .chosen = chosen, .softmax_gates = softmax_gates, .divide_by_fanout = divide_by_fanout,
   });
   decoder.model.layers = decoder.layers.size();
   decoder.model.layer = decoder.layers.data();
@@ -766,13 +754,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> append(
   const Tensor peaks = new_empty(logits, {asked, 3}, ScalarType::Double);
   const Tensor assignment = new_empty(scores, {routed, count, experts}, ScalarType::Bool);
   const Tokens tokens{.count = count, .first = from, .ids = ids.data(), .rows = rows.data(), .places = places.data()};
-  Results results{
-      .logits = data<float>(logits),
-      .peaks = data<double>(peaks),
-      .scores = data<float>(scores),
-      .assignment = (uint8_t*)data<bool>(assignment),
-      .assigned = 0,
-  };
+  Results results{.logits = data<float>(logits), .peaks = data<double>(peaks), .scores = data<float>(scores),
+                  .assignment = (uint8_t*)data<bool>(assignment), .assigned = 0};
   float* scratch = data<float>(decoder.scratch);
   if (model.bfloat16)
     forward<bfloat16>(model, tokens, results, threads, scratch);

@@ -311,15 +311,8 @@ void for_terms(const Tensor& given, const MaybeTensor& gates, const MaybeTensor&
   const Tensor x = contiguous(given);
   for (int64_t i = int64_t(weights.size()) / 2 - 1; i >= 0; --i) {
     const Tensor up = contiguous(weights[2 * i]), down = contiguous(weights[2 * i + 1]);
-    Term term{
-        .x = data<const bf16>(x),
-        .up = data<const bf16>(up),
-        .down = data<const bf16>(down),
-        .tokens = x.size(0),
-        .experts = up.size(0),
-        .width = x.size(1),
-        .hidden = up.size(1),
-    };
+    Term term{.x = data<const bf16>(x), .up = data<const bf16>(up), .down = data<const bf16>(down),
+              .tokens = x.size(0), .experts = up.size(0), .width = x.size(1), .hidden = up.size(1)};
     if (i > 0 || !assignment) {
       const int64_t first[] = {0, term.tokens};
       term.first = first;
@@ -373,18 +366,10 @@ std::vector<Tensor> backward(const Tensor& upstream, const Tensor& x, const Mayb
     const auto room = [&](int64_t columns) { return new_empty(x, {padded, columns}); };
     const Tensor dh = room(term.hidden), a = room(term.hidden), xs = room(term.width), dys = room(term.width);
     const Tensor dxs = term.begin ? new_empty(x, {pairs, term.width}) : dx;
-    const Term::Factors factors{
-        .transposed_dh = data<bf16>(dh),
-        .packed_a = data<bf16>(a),
-        .packed_x = data<bf16>(xs),
-        .transposed_dy = data<bf16>(dys),
-    };
-    const Term::Gradients gradients{
-        .x = data<bf16>(dx),
-        .gates = term.begin ? data<float>(*dgates) : nullptr,
-        .up = data<bf16>(dweights[2 * i]),
-        .down = data<bf16>(dweights[2 * i + 1]),
-    };
+    const Term::Factors factors{.transposed_dh = data<bf16>(dh), .packed_a = data<bf16>(a),
+                                .packed_x = data<bf16>(xs), .transposed_dy = data<bf16>(dys)};
+    const Term::Gradients gradients{.x = data<bf16>(dx), .gates = term.begin ? data<float>(*dgates) : nullptr,
+                                    .up = data<bf16>(dweights[2 * i]), .down = data<bf16>(dweights[2 * i + 1])};
     term.backward(data<const bf16>(dy), data<const bf16>(kept[i]), factors, data<bf16>(dxs), gradients);
   });
   std::vector<Tensor> results{dx};

@@ -39,7 +39,7 @@ class Backend:
         return None
 
     def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
-        """Return True if `auto` should choose this backend. The arguments are those of `__call__`."""
+        """Return True if `auto` should choose this backend. Arguments are as in `__call__`."""
         return False
 
     def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
@@ -47,7 +47,7 @@ class Backend:
         return self
 
     def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-        """Return Σ_i z[t,i] · g[t,i] · expert_i(x_t), shaped like x. The arguments are those of `__call__`."""
+        """Return Σ_i z[t,i] · g[t,i] · expert_i(x_t), shaped like x. Arguments are as in `__call__`."""
         raise NotImplementedError
 
     def fused_sum(
