@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import re
@@ -28,9 +27,8 @@ from expert_threshold.train.log import Display
 def choice(small: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of expert choice. No test may change it."""
     path = tmp_path_factory.mktemp("runs") / "choice"
-    with contextlib.redirect_stdout(io.StringIO()):
-        options = ["--steps", 2, "--eval-tokens", 10_000, "--dtype", "float32", "--rule", "expert_choice"]
-        assert et("train", *small, *options, "--out", path) == 0
+    options = ["--steps", 2, "--eval-tokens", 10_000, "--dtype", "float32", "--rule", "expert_choice"]
+    said("train", *small, *options, "--out", path)
     return path
 
 
@@ -115,23 +113,20 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
         assert list(data) == [str(math), str(short)]
         model, tokenizer = load_model(runs / name)
         tokens = pack(open_held_out(str(math)), tokenizer, "validation")
-        causal = evaluate(model, tokens, tokenizer)
-        found = data[str(math)]
-        assert (found["tokens"], found["bytes"]) == (causal.tokens, math_bytes := tokens.bytes)
-        assert math_bytes == sum(len(f"{i} + 1?\n" + "a cat" * 9) for i in range(40))
+        causal, found = evaluate(model, tokens, tokenizer), data[str(math)]
+        assert (found["tokens"], found["bytes"]) == (causal.tokens, tokens.bytes)
+        assert tokens.bytes == sum(len(f"{i} + 1?\n" + "a cat" * 9) for i in range(40))
         assert found["loss"] == pytest.approx(causal.loss, rel=1e-4)
         assert f"{found['loss']:.4f}" in printed.out
         assert ("training_pools" in found) == (name == "choice")
         assert "training_pools" not in data[str(short)]
-        if name == "choice":
-            pooled = evaluate(model, tokens, tokenizer, batch_size=2, training_pools=True)
-            assert found["training_pools"]["loss"] == pytest.approx(pooled.loss, rel=1e-4)
-            assert found["training_pools"]["tokens"] == pooled.tokens
-            assert pooled.tokens < causal.tokens
-            same = evaluate(model, tokens, tokenizer, max_tokens=pooled.tokens)
-            assert found["training_pools"]["causal_loss"] == pytest.approx(same.loss, rel=1e-4)
-            assert same.loss != pooled.loss
-            assert f"{pooled.loss:.4f} {same.loss - pooled.loss:+.4f}" in printed.out
+    pooled = evaluate(model, tokens, tokenizer, batch_size=2, training_pools=True)
+    same = evaluate(model, tokens, tokenizer, max_tokens=pooled.tokens)
+    assert found["training_pools"]["loss"] == pytest.approx(pooled.loss, rel=1e-4)
+    assert found["training_pools"]["causal_loss"] == pytest.approx(same.loss, rel=1e-4)
+    assert found["training_pools"]["tokens"] == pooled.tokens < causal.tokens
+    assert same.loss != pooled.loss
+    assert f"{pooled.loss:.4f} {same.loss - pooled.loss:+.4f}" in printed.out
     monkeypatch.setattr(command, "evaluate", None)  # it is known
     assert et(*both) == 0
     math.write_text(json.dumps({"text": "another"}))
@@ -253,14 +248,14 @@ def test_results_of_other_steps_and_dtypes_are_kept(runs: Path, bundle: Path, mo
     assert evaluated() == first
 
 
-@pytest.mark.parametrize("name", ["weights", "tokenizer"])
-def test_results_of_another_model_are_forgotten(name: str, runs: Path) -> None:
+def test_results_of_another_model_are_forgotten(runs: Path) -> None:
     run = runs / "threshold"
     assert et("evaluate", run) == 0
     first = read(run)
-    (run / "evaluation.json").write_text(json.dumps(first | {name: "others", "core": {}}))
-    assert et("evaluate", run) == 0
-    assert read(run) == first
+    for name in ("weights", "tokenizer"):
+        (run / "evaluation.json").write_text(json.dumps(first | {name: "others", "core": {}}))
+        assert et("evaluate", run) == 0
+        assert read(run) == first
 
 
 def test_results_of_other_options_of_the_model_are_not_its_own(runs: Path) -> None:

@@ -45,6 +45,11 @@ def batches(source: Checkpoint, text: Path, count: int = 8) -> list[Any]:
     return list(islice(Loader(tokens, 4, source.context, 0), count))
 
 
+def distilled(source: Checkpoint, student: Any, text: Path, steps: int, lr: float, work: Path, **options: Any) -> None:
+    options |= {"progress": lambda *_: None, "stop": lambda: False}
+    retrofit.distill(source.model, student, iter(batches(source, text, 40)), steps, lr, work, **options)
+
+
 def losses(source: Checkpoint, model: Any, ids: Any) -> tuple[float, float]:
     nats, fanout = document_sums(source, model, ids)
     return nats / (len(ids) - 1), fanout / (len(ids) - 1)
@@ -86,9 +91,8 @@ def test_each_way_to_set_cutoffs_keeps_its_promise(tmp_path: Path, text: Path) -
         for scores, c in zip(found.scores, cutoffs[way], strict=True):
             assert float((scores > c).float().sum(-1).mean()) == pytest.approx(1.5, abs=0.1), way
     for layer, scores in enumerate(found.scores):
-        torch.testing.assert_close(
-            (scores > cutoffs["loads"][layer]).float().mean(0), torch.full((4,), 1.5 / 4), atol=0.02, rtol=0
-        )
+        loads = (scores > cutoffs["loads"][layer]).float().mean(0)
+        torch.testing.assert_close(loads, torch.full((4,), 1.5 / 4), atol=0.02, rtol=0)
         bias = list(retrofit.routers(source.model).values())[layer].state.bias
         assert float((cutoffs["scores"][layer] + bias).std()) < 1e-5
         least = cutoffs["norms"][layer].sigmoid() * found.norms[layer]
@@ -99,9 +103,8 @@ def test_each_way_to_set_cutoffs_keeps_its_promise(tmp_path: Path, text: Path) -
     calibrate(whole, some[:1])
     one = retrofit.sample(source.model, some[:1], lambda done: None)
     Calibrator.of("loads", source, one.norms).set(model, one.scores)
-    torch.testing.assert_close(
-        model.moe_layers()[0][1].router.thresholds(), whole.moe_layers()[0][1].router.thresholds(), atol=0.05, rtol=0
-    )
+    first = (each.moe_layers()[0][1].router.thresholds() for each in (model, whole))
+    torch.testing.assert_close(*first, atol=0.05, rtol=0)
 
 
 def test_norms_are_of_the_experts_outputs_for_the_tokens_that_go_to_them(tmp_path: Path, text: Path) -> None:
@@ -146,6 +149,14 @@ def run(folder: Path, text: Path, out: Path, *options: object) -> int:
     return et("retrofit", folder, "--to", out, "--data", text, *FAST, *options)
 
 
+def measured(source: Checkpoint, model: Any, text: Path, report: Any) -> Any:
+    """The model's loss and fanout on the documents of the report, which are all held-out ones."""
+    documents = pack(open_source(str(text)), source.tokenizer, "validation")
+    assert report["documents"] == documents.documents
+    sums = [document_sums(source, model, documents.ids[a:b]) for a, b in pairwise(documents.offsets)]
+    return np.sum(sums, 0) / report["tokens"]
+
+
 def test_the_report_measures_the_new_folder(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(tmp_path / "run", text)
     assert run(tmp_path / "run", text, tmp_path / "new", "--distill-routers", 30, "--lr", 0.01) == 0
@@ -153,12 +164,10 @@ def test_the_report_measures_the_new_folder(tmp_path: Path, text: Path, capsys: 
     assert (tmp_path / "new" / "retrofit.md").read_text() == printed
     assert len(report["static"]) == 5
     model, _ = load_model(tmp_path / "new")
-    documents = pack(open_source(str(text)), source.tokenizer, "validation")
-    assert report["documents"] == documents.documents
-    sums = [document_sums(source, model, documents.ids[a:b]) for a, b in pairwise(documents.offsets)]
+    nats, fanout = measured(source, model, text, report)
     last = report["variable"]["scores, distilled routers at 2"]
-    assert np.sum(sums, 0)[0] / report["tokens"] == pytest.approx(last["loss"], rel=1e-5)
-    assert np.sum(sums, 0)[1] / report["tokens"] == pytest.approx(last["fanout"], rel=1e-5)
+    assert nats == pytest.approx(last["loss"], rel=1e-5)
+    assert fanout == pytest.approx(last["fanout"], rel=1e-5)
     weights = {n: w for n, w in source.model.named_parameters() if not torch.equal(w, model.get_parameter(n))}
     assert weights
     assert all(".router." in name for name in weights)
@@ -175,10 +184,8 @@ def test_distillation_brings_the_predictions_closer(tmp_path: Path, text: Path) 
     for steps in (0, 40):
         student = source.with_rule(retrofit.threshold_rule(source.rule, 1))
         calibrator.set(student, found.scores)
-        retrofit.distill(
-            source.model, student, iter(batches(source, text, 40)), steps, 3e-3, tmp_path / f"{steps}",
-            routers_only=False, calibrator=calibrator, progress=lambda *_: None, stop=lambda: False,
-        )  # fmt: skip
+        work = tmp_path / str(steps)
+        distilled(source, student, text, steps, 3e-3, work, routers_only=False, calibrator=calibrator)
         far.append(float((wanted * (wanted / student(tokens).logits.detach().softmax(-1)).log()).sum(-1).mean()))
         before = [router.thresholds() for router in retrofit.routers(student).values()]
         again = retrofit.sample(student, batches(source, text), lambda done: None)
@@ -193,11 +200,8 @@ def test_steps_smaller_than_the_rounding_of_bfloat16_weights_add_up(tmp_path: Pa
     student = source.with_rule(retrofit.threshold_rule(source.rule, 1)).bfloat16()
     found = retrofit.sample(source.model, batches(source, text), lambda done: None)
     before = [router.weight.detach().clone() for router in retrofit.routers(student).values()]
-    retrofit.distill(
-        source.model, student, iter(batches(source, text, 40)), 40, 1e-4, tmp_path / "work",
-        routers_only=True, calibrator=Calibrator.of("loads", source, found.norms), progress=lambda *_: None,
-        stop=lambda: False,
-    )  # fmt: skip
+    calibrator = Calibrator.of("loads", source, found.norms)
+    distilled(source, student, text, 40, 1e-4, tmp_path / "work", routers_only=True, calibrator=calibrator)
     for old, router in zip(before, retrofit.routers(student).values(), strict=True):
         assert (old != router.weight).float().mean() > 0.5
 
@@ -273,11 +277,10 @@ def test_a_mixture_of_transformers_is_retrofitted_and_loads_again(tmp_path: Path
     again = swap_rule(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval())
     assert sum(isinstance(module, SwappedRouter) for module in again.modules()) == 2
     source = open_checkpoint(str(tmp_path / "mixture"), None, torch.device("cpu"), torch.float32)
-    documents = pack(open_source(str(text)), source.tokenizer, "validation")
-    sums = [document_sums(source, again, documents.ids[a:b]) for a, b in pairwise(documents.offsets)]
+    nats, fanout = measured(source, again, text, report)
     last = report["variable"]["norms, distilled all at 2"]
-    assert np.sum(sums, 0)[0] / report["tokens"] == pytest.approx(last["loss"], rel=1e-4)
-    assert np.sum(sums, 0)[1] / report["tokens"] == pytest.approx(last["fanout"], rel=1e-2)
+    assert nats == pytest.approx(last["loss"], rel=1e-4)
+    assert fanout == pytest.approx(last["fanout"], rel=1e-2)
 
 
 def test_one_cutoff_is_on_the_values_that_the_checkpoint_compares_with_its_biases() -> None:

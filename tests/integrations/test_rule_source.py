@@ -10,17 +10,13 @@ import pytest
 
 from expert_threshold.integrations.rule_source import rule_files
 
-BODY = """
-class Mine(TopP):
-    pass
-"""
-
 
 def rule_of(imports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str = "mine") -> Any:
     """The rule of a package's module whose first lines are `imports`."""
     for name, text in {"__init__": "", "beside": "X = 1\n"}.items():
         (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path / f"{module}.py").write_text(f"{imports}\nfrom expert_threshold.routing import TopP\n{BODY}")
+    text = f"{imports}\nfrom expert_threshold.routing import TopP\n\n\nclass Mine(TopP): pass\n"
+    (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path.parent)
     return import_module(f"{tmp_path.name}.{module}").Mine(4, 1)
 
