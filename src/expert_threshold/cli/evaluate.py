@@ -194,9 +194,7 @@ def _harness(options: Mapping[str, Any]) -> Harness | None:
     try:
         from ..integrations.lm_eval import Harness
     except ImportError as error:
-        raise ValueError(
-            f"--harness {options['harness']}: lm-evaluation-harness is not installed ({error}); run: {install('eval')}"
-        ) from None
+        raise ValueError(f"--harness needs lm-evaluation-harness ({error}); run: {install('eval')}") from None
     return Harness(parse_names("--harness", options["harness"]), options["harness_path"])
 
 

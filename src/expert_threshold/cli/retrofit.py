@@ -198,15 +198,12 @@ def _markdown(report: Mapping[str, Any], compared: Mapping[str, Comparison]) -> 
     rows = {who: [n for n, found in compared.items() if found.lower == who] for who in ("static", "variable", "open")}
     lines = [
         f"Static top k′ has a lower loss than: {'; '.join(rows['static']) or 'none'}. Variable fanout has a lower "
-        f"loss with: {'; '.join(rows['variable']) or 'none'}. Undecided: {'; '.join(rows['open']) or 'none'}.",
-        "",
+        f"loss with: {'; '.join(rows['variable']) or 'none'}. Undecided: {'; '.join(rows['open']) or 'none'}.\n",
         f"Losses are in nats per token, on {report['documents']} held-out documents with {report['tokens']:,} tokens. "
         "The static loss is interpolated between two k′. Each row has its own 95 % bootstrap interval over documents.",
-        "",
-        "| static top k′ | loss |\n|---:|---:|",
+        "\n| static top k′ | loss |\n|---:|---:|",
         *(f"| {k} | {loss:.4f} |" for k, loss in enumerate(report["static"])),
-        "",
-        "| cutoffs by | fanout | loss | static at that fanout | difference | 95 % interval |",
+        "\n| cutoffs by | fanout | loss | static at that fanout | difference | 95 % interval |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, found in compared.items():

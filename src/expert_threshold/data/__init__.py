@@ -7,17 +7,6 @@ from .tokenizer import BOS, Tokenizer
 from .tokens import Tokens
 
 __all__ = [
-    "BOS",
-    "IGNORED",
-    "Batch",
-    "Corpus",
-    "DataConfig",
-    "Loader",
-    "Position",
-    "Tokenizer",
-    "Tokens",
-    "open_held_out",
-    "open_source",
-    "pack",
-    "windows",
-]
+    "BOS", "IGNORED", "Batch", "Corpus", "DataConfig", "Loader", "Position", "Tokenizer", "Tokens", "open_held_out",
+    "open_source", "pack", "windows",
+]  # fmt: skip

@@ -20,12 +20,9 @@ SUFFIXES = (".parquet", ".jsonl", ".txt")
 """The supported kinds of files, in order of preference. A folder may mix them, since data sets come with notes."""
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}
-
 SECTION_BYTES = 8192
 _PARQUET_ROWS = 256
-
 _KINDS = ".txt, .jsonl or .parquet"
-
 VALIDATION = "validation|valid|val|dev"
 HELD_OUT = f"test|{VALIDATION}"
 
@@ -225,9 +222,7 @@ def _parquet(path: Path, text_field: str, groups: Sequence[int] | None = None) -
                     text = value.as_py()
                     yield text.decode() if isinstance(text, bytes) else text
                 except UnicodeDecodeError:
-                    raise ValueError(
-                        f"{path}, row {row} is not valid UTF-8; rewrite the file with valid UTF-8 strings"
-                    ) from None
+                    raise ValueError(f"{path}, row {row} is not valid UTF-8; rewrite the file as UTF-8") from None
                 row += 1
 
 

@@ -22,7 +22,6 @@ VALIDATION_SHARE = 0.05
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-
 Reader = Callable[[], Iterator[embedded.Document]]
 
 
@@ -39,9 +38,7 @@ class DataConfig:
         "of tokens.",
     )
     text_field: str = option("text", "Name of the field or column that contains the text in .jsonl and .parquet files.")
-    train_shards: Count | None = option(
-        None, "Number of shards to train on if the text is fineweb-edu or a folder of Parquet files. Defaults to all."
-    )
+    train_shards: Count | None = option(None, "Number of fineweb-edu or Parquet shards to train on. Defaults to all.")
 
     def __post_init__(self) -> None:
         require_valid(DataConfig, vars(self))
@@ -169,9 +166,7 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
     by_name = by_name or {"train": list(paths[:-1]), "validation": list(paths[-1:])}
     there = len(by_name["train"])
     if (number := config.train_shards or there) > there:
-        raise ValueError(
-            f"train_shards={number}: {config.source} has {there} training shards; add more, or use at most {there}"
-        )
+        raise ValueError(f"train_shards={number}: {config.source} has {there} training shards; use at most {there}")
     by_name["train"] = by_name["train"][:number]
     shards = {split: files.open_shards(by_name[split], config.text_field) for split in SPLITS}
     # Shards may be in a subfolder, and the tokenizer in either folder.

@@ -6,21 +6,6 @@ from .loss import Point, Validation, evaluate, measure_rates
 from .results import Progress, Results, ask_core, read_results
 
 __all__ = [
-    "Answer",
-    "Baselines",
-    "ModelScorer",
-    "Point",
-    "Progress",
-    "Question",
-    "Results",
-    "Task",
-    "TaskResult",
-    "Validation",
-    "ask_core",
-    "centred",
-    "evaluate",
-    "evaluate_task",
-    "measure_rates",
-    "read_bundle",
-    "read_results",
-]
+    "Answer", "Baselines", "ModelScorer", "Point", "Progress", "Question", "Results", "Task", "TaskResult",
+    "Validation", "ask_core", "centred", "evaluate", "evaluate_task", "measure_rates", "read_bundle", "read_results",
+]  # fmt: skip

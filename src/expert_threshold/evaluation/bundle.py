@@ -26,8 +26,7 @@ DCLM_BASELINES = {"commonsense_qa": 40.3, "bigbench_language_identification": 25
 TEXTS = {"multiple_choice": ("query",), "schema": ("continuation",), "language_modeling": ("context", "continuation")}
 OPTIONS = {"multiple_choice": "choices", "schema": "context_options"}
 REMEDY = "download the bundle again"
-DELIMITER = " "
-"""Separates a question from its answer unless core.yaml says otherwise."""
+DELIMITER = " "  # between a question and its answer, unless core.yaml says otherwise
 
 
 class Task(NamedTuple):
@@ -47,11 +46,8 @@ class Task(NamedTuple):
 def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Task]:
     """Return all tasks in the bundle's order. Raises ValueError or OSError if `path` is not a bundle or is damaged."""
     index, table, data = (Path(path, name) for name in ("core.yaml", "eval_meta_data.csv", "eval_data"))
-    for needed in (index, table, data):
-        if not needed.exists():
-            raise ValueError(
-                f"{path} is not an eval bundle: {needed.name} is missing; use another folder, or run et data core"
-            )
+    if missing := [needed.name for needed in (index, table, data) if not needed.exists()]:
+        raise ValueError(f"{path} is not an eval bundle: {missing[0]} is missing; use another, or run et data core")
     with _damage_reported(index):
         listed: list[TaskRow] = yaml.safe_load(index.read_bytes())["icl_tasks"]
         for entry in listed:

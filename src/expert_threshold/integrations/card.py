@@ -69,18 +69,18 @@ def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
         "vocabulary": f"{config.vocab_size:,}",
         "context": f"{config.context:,} tokens",
     }
-    facts = run.config
     with corrupted_file_error(run.path / "config.json", "restore it from a backup, or train again"):
-        if "train" in facts:
-            train = facts["train"]
+        if "train" in run.config:
+            train = run.config["train"]
             tokens = step * train["batch_size"] * train["accumulation"] * config.context
             rows["trained"] = f"{step:,} steps, {tokens:,} tokens"
     evaluated = read_results(run.path, step)
     with corrupted_file_error(run.path / RESULTS, "remove that file to export without its numbers"):
         losses, core = _losses(evaluated.get("validation") or {}), _core(evaluated.get("core", {}))
-    if not losses:
+    if not losses:  # the last validation that training recorded at this step
         with corrupted_file_error(run.metrics.path, "restore it from a backup, or delete that line"):
-            losses = _losses(_validation(run, step))
+            here = [line for line in run.metrics.read() if line["split"] == "validation" and line["step"] == step]
+            losses = _losses(here[-1] if here else {})
     return rows | losses | core
 
 
@@ -95,9 +95,3 @@ def _losses(validation: Mapping[str, Any]) -> dict[str, str]:
 def _core(core: Mapping[str, Any]) -> dict[str, str]:
     rows = {f"{label}, accuracy": f"{task['accuracy']:.4f}" for label, task in core.get("tasks", {}).items()}
     return rows if core.get("metric") is None else rows | {"CORE": f"{core['metric']:.4f}"}
-
-
-def _validation(run: RunFolder, step: int) -> dict[str, Any]:
-    """Return the last validation that training recorded at this step, or an empty dict if there is none."""
-    here = [line for line in run.metrics.read() if line["split"] == "validation" and line["step"] == step]
-    return here[-1] if here else {}

@@ -129,9 +129,7 @@ def _require_whole_model(path: Path, config: Mapping[str, Any]) -> None:
     """Raise ValueError unless the folder contains the whole language model, unquantised and with its tokenizer."""
     saved, quantised = (config.get("architectures") or [ARCHITECTURE])[0], config.get("quantization_config")
     if saved != ARCHITECTURE:
-        raise ValueError(
-            f"{path} was saved as {saved}, which has no language-model head; save an AutoModelForCausalLM instead"
-        )
+        raise ValueError(f"{path} was saved as {saved}, which has no language-model head; save an AutoModelForCausalLM")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ValueError(f"{path}: the weights are quantised ({method}); import the unquantised model")

@@ -66,27 +66,23 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-probability in nats and whether greedy decoding would generate it."""
         continuations = [Continuation(given + ending, len(given)) for _, given, ending in requests]
-        found = [(-nats, misses == 0) for nats, _, misses in self._score(continuations, "loglikelihood", misses=True)]
-        for request, answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", request[0], answer)
-        return found
+        found = self._score(continuations, "loglikelihood", misses=True)
+        answers = [(-nats, misses == 0) for nats, _, misses in found]
+        return self._cached("loglikelihood", [texts for texts, _, _ in requests], answers)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], **_: Any) -> list[float]:
         """Return the log-probabilities of whole texts in nats, computed in windows of the context length."""
-        windows: list[Continuation] = []
-        owners: list[int] = []
+        windows: list[tuple[int, Continuation]] = []
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             for window in get_rolling_token_windows(ids, self.eot_token_id, self.model.config.context, 1):
                 given, ending = make_disjoint_window(window)
-                windows.append(Continuation(given + ending, len(given)))
-                owners.append(i)
+                windows.append((i, Continuation(given + ending, len(given))))
+        found = self._score([window for _, window in windows], "loglikelihood_rolling", misses=False)
         sums = [0.0] * len(requests)
-        for i, found in zip(owners, self._score(windows, "loglikelihood_rolling", misses=False), strict=True):
-            sums[i] -= found.nats
-        for request, answer in zip(requests, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
-        return sums
+        for (i, _window), scored in zip(windows, found, strict=True):
+            sums[i] -= scored.nats
+        return self._cached("loglikelihood_rolling", [request.args for request in requests], sums)
 
     def _score(self, continuations: Sequence[Continuation], what: str, *, misses: bool) -> list[Any]:
         """Score continuations. Those that share a context, such as the choices of a question, are scored together."""
@@ -97,18 +93,22 @@ class HarnessModel(TemplateLM):
         for i, c in enumerate(continuations):
             by_beginning.setdefault(tuple(c.tokens[: c.start]), []).append(i)
         groups = sorted(by_beginning.values(), key=lambda group: -len(continuations[group[0]].tokens))
-        found: list[Any] = [None] * len(continuations)
-        report, done = self.progress(what), 0
+        found: dict[int, Any] = {}
+        report = self.progress(what)
         for first in range(0, len(groups), GROUPS_AT_ONCE):
             some = groups[first : first + GROUPS_AT_ONCE]
             cropped = [[crop(continuations[i], length) for i in group] for group in some]
             scores = score(self.model, cropped, misses=misses, tokens_at_once=self.tokens_at_once)
             for group, of_group in zip(some, scores, strict=True):
-                for i, each in zip(group, of_group, strict=True):
-                    found[i] = each
-                done += len(group)
-            report(done, len(continuations))
-        return found
+                found |= zip(group, of_group, strict=True)
+            report(len(found), len(continuations))
+        return [found[i] for i in range(len(continuations))]
+
+    def _cached(self, kind: str, keys: Sequence[Any], answers: list[Any]) -> list[Any]:
+        """Add the answers to the harness's cache, and return them."""
+        for key, answer in zip(keys, answers, strict=True):
+            self.cache_hook.add_partial(kind, key, answer)
+        return answers
 
     def generate_until(self, requests: Sequence[Instance], **_: Any) -> list[str]:
         """Return the text generated after each context, up to a stop sequence or the document's end, excluding it.
@@ -127,9 +127,7 @@ class HarnessModel(TemplateLM):
             if any(writing.finished for writing in engine.step()):
                 report(sum(writing.finished for writing in writings), len(writings))
         texts = ["".join(step.text for step in writing.steps) for writing in writings]
-        for request, text in zip(requests, texts, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, text)
-        return texts
+        return self._cached("generate_until", [request.args for request in requests], texts)
 
 
 def read_request(options: Mapping[str, Any], context: int) -> Request:
@@ -166,21 +164,15 @@ class RunModel(HarnessModel):
     """
 
     def __init__(
-        self,
-        run: str,
-        step: int | None = None,
-        device: str | None = None,
-        dtype: str = "float32",
-        batch_size: int | str = "auto",
-        max_batch_size: int | None = None,
-    ) -> None:
+        self, run: str, step: int | None = None, device: str | None = None, dtype: str = "float32",
+        batch_size: int | str = "auto", max_batch_size: int | None = None,
+    ) -> None:  # fmt: skip
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={dtype!r} is unknown; use float32 or bfloat16")
         if not torch.cuda.is_available() and (device is None or device.startswith("cuda")):
             device = "cpu"  # the harness passes cuda:0 by default
         model, tokenizer = load_model(run, step, device or "cuda", getattr(torch, dtype))
-        given = (batch_size, max_batch_size)
-        sizes = [int(size) for size in given if size is not None and not str(size).startswith("auto")]
+        sizes = [int(n) for n in (batch_size, max_batch_size) if n is not None and not str(n).startswith("auto")]
         at_once = min(sizes) * model.config.context if sizes else TOKENS_AT_ONCE
         super().__init__(model, tokenizer, tokens_at_once=at_once)
 
@@ -220,14 +212,10 @@ class Harness:
                 reason = " ".join(str(error).split()) or type(error).__name__
                 raise ValueError(f"--harness {name}: its questions cannot be loaded: {reason[:300]}") from error
             group = loaded["groups"].get(name)
-            found = lm_eval.simple_evaluate(
-                lm,
-                tasks=[*loaded["tasks"].values()] if group is None else [group],
-                task_manager=self._manager,  # a new one would index all of the harness's tasks
-                limit=max_per_task,
-                log_samples=False,
-                bootstrap_iters=1000,
-            )
+            tasks = [*loaded["tasks"].values()] if group is None else [group]
+            # A new task manager would index all of the harness's tasks.
+            how: Any = {"task_manager": self._manager, "limit": max_per_task}
+            found = lm_eval.simple_evaluate(lm, tasks=tasks, log_samples=False, bootstrap_iters=1000, **how)
             yield name, {task: _numbers(metrics) for task, metrics in found["results"].items()}
 
 

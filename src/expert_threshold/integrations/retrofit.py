@@ -262,18 +262,9 @@ def _at_levels(values: Tensor) -> Tensor:
 
 
 def distill(
-    teacher: Any,
-    student: Any,
-    batches: Iterator[Batch],
-    steps: int,
-    lr: float,
-    folder: Path,
-    *,
-    routers_only: bool,
-    calibrator: Calibrator,
-    progress: Callable[[int, int], None],
-    stop: Callable[[], bool],
-) -> None:
+    teacher: Any, student: Any, batches: Iterator[Batch], steps: int, lr: float, folder: Path, *, routers_only: bool,
+    calibrator: Calibrator, progress: Callable[[int, int], None], stop: Callable[[], bool],
+) -> None:  # fmt: skip
     """Train the student, which always routes as at inference, to match the teacher's predictions (KL divergence).
 
     AdamW's learning rate falls linearly from `lr` to 0, and the cutoffs follow the scores. Training continues from the

@@ -31,9 +31,7 @@ def rule_files(rule: Rule | None) -> dict[str, str]:
         path = Path(inspect.getfile(cls))
         text = path.read_text(encoding="utf-8")
     except (OSError, TypeError):
-        raise ValueError(
-            f"the source of rule {cls.__name__} cannot be found, so the export would not load; define it in a module"
-        ) from None
+        raise ValueError(f"the source of rule {cls.__name__} cannot be found; define it in a module") from None
     name = path.stem if path.parent == ROUTING else f"rule_{path.stem}"
     if path.parent != ROUTING:
         _require_alone(path, text)

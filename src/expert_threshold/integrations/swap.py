@@ -215,7 +215,5 @@ def _saved_states(model: Any, layers: int) -> list[dict[str, Tensor]]:
                 if found:
                     states[tuple(map(int, re.findall(r"\d+", name)))][field] = tensors.get_tensor(key)
     if len(states) != layers:
-        raise ValueError(
-            f"{folder} has states for {len(states)} routers, not {layers}; pass a rule to start with a new state"
-        )
+        raise ValueError(f"{folder} has states for {len(states)} routers, not {layers}; pass a rule for a new state")
     return [state for _, state in sorted(states.items())]

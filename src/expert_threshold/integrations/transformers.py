@@ -226,17 +226,9 @@ class Attention(nn.Module):
             self.value_gate = starting(nn.Linear(self.gate_channels, config.kv_heads, bias=False), "gate")
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        tokens: Tensor | None,
-        seen: Tensor | None,
-        continues: Tensor | None,
-        past_key_values: Cache | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, tokens: Tensor | None, seen: Tensor | None,
+        continues: Tensor | None, past_key_values: Cache | None, **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return the output, and the attention weights if computed. x: (batch, time, d_model); cos, sin:
         (batch, 1, time, head_dim / 2); tokens, seen, continues: (batch, time), or None.
         """
@@ -470,13 +462,9 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def create_masks_for_generate(
-        config: Any,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None,
-        position_ids: Tensor | None = None,
-        **_: Any,
-    ) -> dict[str, Any]:
+        config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, past_key_values: Cache | None,
+        position_ids: Tensor | None = None, **_: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         """Return the attention masks of long and short layers, and `seen` (batch, time), 0 for padding, or None.
 
         Raises ValueError if layers have windows and the attention_mask is not two-dimensional.
@@ -576,15 +564,10 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
     @merge_with_config_defaults  # type: ignore[untyped-decorator]
     @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
+        self, input_ids: Tensor | None = None, attention_mask: Any = None, position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast:  # fmt: skip
         """Run the model with the usual arguments of transformers. No token attends to one whose attention_mask is 0.
 
         Hidden states are the inputs of the blocks, before residual and skip scalars, followed by the head's input.
@@ -681,18 +664,11 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
+        use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast:  # fmt: skip
         """Return float32 logits and, if there are labels (batch, time), the loss. The label -100 is ignored."""
         output = self.model(
             input_ids=input_ids,
