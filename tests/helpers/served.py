@@ -88,7 +88,7 @@ class Served:
 
     @property
     def engine(self) -> Held:
-        return cast(Held, self.service.engine)
+        return cast(Held, self.worker.engine)
 
 
 @contextlib.contextmanager

@@ -217,7 +217,8 @@ def test_a_full_queue_answers_429_and_queued_requests_are_served() -> None:
     with served(limits=Limits(queue=2), held=True, engine={"slots": 1}) as server, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(complete, server, n=n, temperature=0) for n in (1, 2)]
         until(lambda: server.worker.unfinished == 3)
-        assert (server.worker.running, server.worker.waiting) == (1, 2)
+        assert "et_texts_running 1\n" in ask(server, "/metrics").text
+        assert server.worker.waiting == 2
         for options in ({}, {"stream": True}):
             refused = complete(server, **options)
             assert (refused.status, refused.error["code"]) == (429, "queue_full")

@@ -73,28 +73,21 @@ class Request(NamedTuple):
 
     def check(self, context: int) -> None:
         """Raise ValueError if an option is out of range, or if the prompt leaves no room in the context."""
-        if self.max_tokens < 0:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 0")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature={self.temperature} must be finite and at least 0; 0 picks the likeliest token"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1; use None to sample from all tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; use 1 to sample from all tokens")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(
-                f"repetition_penalty={self.repetition_penalty} must be finite and above 0; use 1 for no penalty"
-            )
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed} must be an integer from 0 to 2**63 - 1; use None for a random seed")
-        if not self.prompt:
+        count, penalty, seed = len(self.prompt), self.repetition_penalty, self.seed
+        for valid, name, must in (
+            (self.max_tokens >= 0, "max_tokens", "at least 0"),
+            (0 <= self.temperature < math.inf, "temperature", "finite and at least 0; 0 picks the likeliest token"),
+            (self.top_k is None or self.top_k >= 1, "top_k", "at least 1; use None to sample from all tokens"),
+            (0 < self.top_p <= 1, "top_p", "above 0 and at most 1; use 1 to sample from all tokens"),
+            (0 < penalty < math.inf, "repetition_penalty", "finite and above 0; use 1 for no penalty"),
+            (seed is None or 0 <= seed < 2**63, "seed", "an integer from 0 to 2**63 - 1; use None for a random one"),
+        ):
+            if not valid:
+                raise ValueError(f"{name}={getattr(self, name)} must be {must}")
+        if not count:
             raise ValueError("the prompt has no tokens; it needs at least the token that starts a document")
-        if len(self.prompt) + min(self.max_tokens, 1) > context:
-            raise ValueError(
-                f"a prompt of {len(self.prompt)} tokens leaves no room in a context of {context} tokens; shorten it"
-            )
+        if count + min(self.max_tokens, 1) > context:
+            raise ValueError(f"a prompt of {count} tokens leaves no room in a context of {context} tokens; shorten it")
 
 
 class Sampler:
@@ -246,10 +239,18 @@ class ActiveRequest:
         else:
             generator.manual_seed(request.seed)
         self._sampler = Sampler(request.temperature, request.top_k, generator, request.top_p)
+        self._taken = 0, 0
         self.text = TextStream(request.stop, after)
         self.prompt_text = TextStream(())
 
+    def take(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """Return the steps of the prompt and the generated steps that previous calls have not returned."""
+        read, written = self._taken
+        self._taken = len(self.prompt), len(self.steps)
+        return tuple(self.prompt[read:]), tuple(self.steps[written:])
+
     def choose(self) -> int:
+        """Return the next token."""
         assert self.next is not None
         request = self.request
         if request.repetition_penalty != 1:
@@ -422,17 +423,12 @@ def largest_rate(model: GPT) -> float | None:
 
 def _routing(decoded: Decoded, row: int) -> tuple[TokenRouting, ...]:
     found = []
-    for layer, (scores, assignment) in enumerate(zip(decoded.scores, decoded.assignment, strict=True)):
+    for layer, (scores, assignment) in enumerate(zip(decoded.scores[:, row], decoded.assignment[:, row], strict=True)):
         # One token at a time, since the last bit of σ may depend on how many are computed at once.
-        gates = scores[row].sigmoid() if decoded.gates is None else decoded.gates[layer, row]
-        found.append(_of_token(scores[row], gates, assignment[row]))
+        gates = scores.sigmoid() if decoded.gates is None else decoded.gates[layer, row]
+        experts, own = assignment.nonzero()[:, 0], scores[: len(assignment)]
+        found.append(TokenRouting(tuple(own.tolist()), tuple(experts.tolist()), tuple(gates[experts].tolist())))
     return tuple(found)
-
-
-def _of_token(scores: Tensor, gates: Tensor, assignment: Tensor) -> TokenRouting:
-    experts = assignment.nonzero()[:, 0]
-    of_experts = scores[: len(assignment)]
-    return TokenRouting(tuple(of_experts.tolist()), tuple(experts.tolist()), tuple(gates[experts].tolist()))
 
 
 def generate(
@@ -480,10 +476,8 @@ def _steps(model: GPT, tokenizer: Tokenizer, request: Request) -> Iterator[Step]
     capacity = len(request.prompt) + min(request.max_tokens, room)
     engine = Engine(model, tokenizer, slots=1, capacity=capacity)
     writing = engine.add(request)
-    shown = 0
     while not writing.finished:
         engine.step()
-        yield from writing.steps[shown:]
-        shown = len(writing.steps)
+        yield from writing.take()[1]
     if writing.error is not None:
         raise ValueError(writing.error)

@@ -1,6 +1,6 @@
 """The requests, responses and errors of /v1/completions, in OpenAI's format.
 
-As in OpenAI's API, unknown fields are rejected, and null selects a field's default. Fields of OpenAI's that this server
+As in OpenAI's API, unknown fields are rejected, and null selects a field's default. Fields of that API that this server
 does not support (`best_of`, `logit_bias`, `presence_penalty`, …) are rejected unless they have their neutral value.
 Additions are `top_k`, `repetition_penalty`, and `rate`, the number of routed experts per token for this request.
 
@@ -29,7 +29,7 @@ SEEDS = 2**63
 
 
 def invalid(name: str, value: object, must: str, *, code: str | None = None) -> ApiError:
-    """Return a 400 error that names a field, its value, and the requirement that the value does not meet."""
+    """Return a 400 error that names a field, its value, and the requirement that the value violates."""
     return ApiError(400, f"{name}={shown(value)} {must}", param=name, code=code)
 
 
@@ -59,10 +59,8 @@ NEUTRAL: Fields = {
 }
 """Fields of OpenAI and vLLM that are not supported, and are accepted only with values that have no effect."""
 STREAM_OPTIONS: Fields = {
-    "include_usage": (bool | None, None),
-    "include_obfuscation": OFF,
-    "continuous_usage_stats": OFF,
-}
+    "include_usage": (bool | None, None), "include_obfuscation": OFF, "continuous_usage_stats": OFF
+}  # fmt: skip
 UNSUPPORTED = "is not supported; leave it out"
 
 MUST = dict.fromkeys((*NEUTRAL, *(f"stream_options.{name}" for name in STREAM_OPTIONS)), UNSUPPORTED) | {
@@ -149,11 +147,8 @@ class Completion(NamedTuple):
     @property
     def requests(self) -> list[Request]:
         """Return n requests for each prompt. The i-th request for a prompt uses the seed plus i."""
-        return [
-            self.request._replace(prompt=prompt, seed=_shift(self.request.seed, i))
-            for prompt in self.prompts
-            for i in range(self.n)
-        ]
+        seeds = [_shift(self.request.seed, i) for i in range(self.n)]
+        return [self.request._replace(prompt=prompt, seed=seed) for prompt in self.prompts for seed in seeds]
 
 
 def _shift(seed: int | None, by: int) -> int | None:
@@ -177,10 +172,8 @@ class Parser:
         require_model(fields.model, self.name)
         prompts, opened = self._prompts(fields.prompt)
         if len(prompts) * fields.n > self.limits.texts:
-            message = (
-                f"prompts × n = {len(prompts)} × {fields.n} texts, but a request may have at most {self.limits.texts}"
-            )
-            param = "n" if len(prompts) <= self.limits.texts else "prompt"
+            number, param = f"{len(prompts)} × {fields.n}", "n" if len(prompts) <= self.limits.texts else "prompt"
+            message = f"prompts × n = {number} texts, but a request may have at most {self.limits.texts}"
             raise ApiError(400, message, param=param, code="too_many_texts")
         self._require_room(prompts, fields.max_tokens)
         request = Request(
@@ -226,23 +219,15 @@ class Parser:
         return tuple(stops)
 
     def _require_room(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        longest = max(map(len, prompts))
-        most = self.limits.prompt_tokens or self.context
+        longest, most = max(map(len, prompts)), self.limits.prompt_tokens or self.context
         if longest > most:
-            raise ApiError(
-                400,
-                f"a prompt has {longest} tokens, but at most {most} are allowed",
-                param="prompt",
-                code="context_length_exceeded" if most == self.context else "prompt_too_long",
-            )
-        if longest + max_tokens > self.context:
-            raise ApiError(
-                400,
-                f"a prompt of {longest} tokens and max_tokens={max_tokens} exceed the context of {self.context} tokens "
-                f"by {longest + max_tokens - self.context}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
+            code = "context_length_exceeded" if most == self.context else "prompt_too_long"
+            message = f"a prompt has {longest} tokens, but at most {most} are allowed"
+            raise ApiError(400, message, param="prompt", code=code)
+        excess = longest + max_tokens - self.context
+        if excess > 0:
+            message = f"a prompt of {longest} tokens and {max_tokens=} exceed the context of {self.context} tokens"
+            raise ApiError(400, f"{message} by {excess}", param="max_tokens", code="context_length_exceeded")
 
 
 def require_model(model: str, name: str) -> None:
@@ -272,13 +257,9 @@ class Answer:
     """The response to a completion request, whole or in chunks."""
 
     def __init__(self, asked: Completion, tokenizer: Tokenizer) -> None:
-        self.asked, self.tokenizer = asked, tokenizer
-        self.head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": asked.model,
-        }
+        self.asked = asked
+        key, now = f"cmpl-{secrets.token_hex(12)}", int(time.time())
+        self.head = {"id": key, "object": "text_completion", "created": now, "model": asked.model}
         self.choices = [Choice(index, asked, tokenizer) for index in range(len(asked.prompts) * asked.n)]
 
     def body(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:

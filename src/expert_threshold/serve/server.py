@@ -28,10 +28,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..generate.engine import Engine
 from .completion import Answer, Parser, model_body, require_model, shown
 from .openapi import schema
-from .worker import ApiError, Job, Limits, Update, Worker
+from .worker import RETRY, ApiError, Job, Limits, Update, Worker
 
 T = TypeVar("T")
 log = logging.getLogger("uvicorn.error")
+
+FAILED = ApiError(500, "the server failed; see its log for the reason", code="internal_error")
+STOPPING = ApiError(503, "the server is stopping", code="stopping", headers=RETRY)
 
 
 def create_app(
@@ -57,13 +60,14 @@ def create_app(
     limits = limits or Limits()
     worker = Worker(engine, limits.queue, threads)
     limits = dataclasses.replace(limits, texts=min(limits.texts, worker.slots + limits.queue))  # more would never fit
+    here = Service((worker, *workers), Parser(engine.tokenizer, engine.context, name, limits, engine.dial))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        for each in (worker, *workers):
+        for each in here.workers:
             each.start()
         yield
-        for each in (worker, *workers):
+        for each in here.workers:
             await each.stop()
 
     own = [
@@ -74,16 +78,11 @@ def create_app(
         Route("/v1/models/{model:path}", model),
         Route("/v1/completions", completions, methods=["POST"]),
     ]
-    handlers: dict[Any, Any] = {
-        ApiError: _on_api_error,
-        HTTPException: _on_http_exception,
-        ClientDisconnect: _on_disconnect,
-    }
-    app = Starlette(routes=[*own, *routes], exception_handlers=handlers, lifespan=lifespan)
+    on: Any = {ApiError: _on_api_error, HTTPException: _on_http_exception, ClientDisconnect: _on_disconnect}
+    app = Starlette(routes=[*own, *routes], exception_handlers=on, lifespan=lifespan)
     app.router.redirect_slashes = False  # else /health/ would redirect to a URL built from the Host header
-    here = Service(worker, name, limits, workers)
     paths = {route.endpoint: route.path_format for route in app.routes if isinstance(route, Route)}
-    app.add_middleware(_Gate, api_key=api_key, hosts=hosts, requests=here.requests, paths=paths)
+    app.add_middleware(_Gate, here=here, paths=paths, api_key=api_key, hosts=hosts)
     if origins:  # outside the gate, since a browser's preflight request carries no key
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     app.state.service = here
@@ -91,14 +90,11 @@ def create_app(
 
 
 class Service:
-    """The state that all handlers share. others: the workers of additional runs that the app serves."""
+    """The state that all handlers share. workers: the worker for completions, then those of other runs."""
 
-    def __init__(self, worker: Worker, name: str, limits: Limits, others: Sequence[Worker] = ()) -> None:
-        self.worker, self.name, self.limits = worker, name, limits
-        self.workers = (worker, *others)
-        self.engine, self.tokenizer = worker.engine, worker.engine.tokenizer
+    def __init__(self, workers: Sequence[Worker], parser: Parser) -> None:
+        self.worker, self.workers, self.parser, self.limits = workers[0], workers, parser, parser.limits
         self.created = int(time.time())
-        self.parser = Parser(self.tokenizer, self.engine.context, name, limits, self.engine.dial)
         self.requests: Counter[tuple[str, int]] = Counter()  # answered, by path and status
         self.first_token, self.whole = Histogram(), Histogram()  # seconds of completions
 
@@ -143,14 +139,9 @@ class _Gate:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        api_key: str | None,
-        hosts: Sequence[str] | None,
-        requests: Counter[tuple[str, int]],
-        paths: Mapping[Any, str],
+        self, app: ASGIApp, here: Service, paths: Mapping[Any, str], api_key: str | None, hosts: Sequence[str] | None
     ) -> None:
-        self.app, self.requests, self.paths = app, requests, paths
+        self.app, self.requests, self.paths = app, here.requests, paths
         self.hosts = None if hosts is None else [host.lower() for host in hosts]
         self.key = None if api_key is None else api_key.encode()
 
@@ -174,10 +165,10 @@ class _Gate:
             await (self.app if error is None else _answer_error(error))(scope, receive, counted)
             return
         except asyncio.CancelledError:
-            error = _stopping()
+            error = STOPPING
         except Exception:
             log.exception("a request failed")
-            error = _failed()
+            error = FAILED
         if not started:
             await _answer_error(error)(scope, receive, counted)
 
@@ -228,7 +219,7 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Return metrics in Prometheus's text format."""
     here = service(request)
-    worker, counts = here.worker, here.engine.counts
+    worker, counts = here.worker, here.worker.engine.counts
     requests = {f'path="{path}",status="{status}"': n for (path, status), n in sorted(here.requests.items())}
     fanout = counts.assignments / counts.routed if counts.routed else 0.0
     lines = [
@@ -236,7 +227,7 @@ async def metrics(request: Request) -> Response:
         _metric("prompt_tokens_total", "Prompt tokens read.", counts.read),
         _metric("completion_tokens_total", "Tokens generated.", counts.written),
         _metric("slots", "Texts that can be generated at once.", worker.slots),
-        _metric("texts_running", "Texts being generated.", worker.running),
+        _metric("texts_running", "Texts being generated.", worker.unfinished - worker.waiting),
         _metric("texts_waiting", "Texts waiting for a slot.", worker.waiting),
         _metric("routed_tokens_total", "Tokens routed, counted once per MoE layer.", counts.routed),
         _metric("assignments_total", "Token-expert pairs of the routed tokens.", counts.assignments),
@@ -264,19 +255,19 @@ async def openapi(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     here = service(request)
-    return answer({"object": "list", "data": [model_body(here.name, here.created)]})
+    return answer({"object": "list", "data": [model_body(here.parser.name, here.created)]})
 
 
 async def model(request: Request) -> Response:
     here, name = service(request), request.path_params["model"]
-    require_model(name, here.name)
+    require_model(name, here.parser.name)
     return answer(model_body(name, here.created))
 
 
 async def completions(request: Request) -> Response:
     here = service(request)
     asked = here.parser(await read_body(request, here.limits))
-    texts = Answer(asked, here.tokenizer)
+    texts = Answer(asked, here.parser.tokenizer)
     job = here.worker.submit(asked.requests)
     if asked.stream:
         return EventStream(job, _chunks(here, job, texts), here.limits)
@@ -335,7 +326,7 @@ class EventStream(Response):
             except asyncio.CancelledError:
                 if not self._started:
                     raise
-                await _send_last(send, json.dumps(_stopping().body))
+                await _send_last(send, json.dumps(STOPPING.body))
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -350,7 +341,7 @@ class EventStream(Response):
             last = json.dumps(error.body)
         except Exception:
             log.exception("a stream failed")
-            last = json.dumps(_failed().body)
+            last = json.dumps(FAILED.body)
         await _send_last(send, last)
 
 
@@ -365,16 +356,9 @@ async def _send_event(send: Send, data: str) -> None:
     await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
 
 
-def _failed() -> ApiError:
-    return ApiError(500, "the server failed; see its log for the reason", code="internal_error")
-
-
-def _stopping() -> ApiError:
-    return ApiError(503, "the server is stopping", code="stopping", retry=1)
-
-
 def _out_of_time(limits: Limits) -> ApiError:
-    return ApiError(503, f"the request was not finished within {limits.seconds:g} seconds", code="timeout", retry=1)
+    message = f"the request was not finished within {limits.seconds:g} seconds"
+    return ApiError(503, message, code="timeout", headers=RETRY)
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -441,19 +425,15 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, headers, code = shown(request.scope["path"]), error.headers or {}, None
     if error.status_code == 404:
-        message, code = f"{path} does not exist; {_remedy(request.scope['path'])}", "unknown_path"
+        remedy = "the API is at /v1/completions and /v1/models; see /openapi.json"
+        if "/chat/" in request.scope["path"]:
+            remedy = "this model continues texts and was not trained on chats: POST to /v1/completions, with a prompt"
+        message, code = f"{path} does not exist; {remedy}", "unknown_path"
     elif error.status_code == 405:
         message, code = f"{path} supports {headers['Allow']}, not {request.method}", "method_not_allowed"
     else:
         message = f"{request.method} here: {error.detail}"
     return _answer_error(ApiError(error.status_code, message, code=code, headers=headers.items()))
-
-
-def _remedy(path: str) -> str:
-    """Return a hint on what to use instead of a path that does not exist."""
-    if "/chat/" in path:
-        return "this model continues texts and was not trained on chats: POST to /v1/completions, with a prompt"
-    return "the API is at /v1/completions and /v1/models; see /openapi.json"
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

@@ -21,7 +21,7 @@ log = logging.getLogger("uvicorn.error")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on single requests and on the whole server. With None, only the context length limits the tokens."""
+    """Limits on single requests and on the whole server. None means that only the context length applies."""
 
     body_bytes: Count = option(64 * 1024, "Maximum size of a request body in bytes.")
     prompt_tokens: Count | None = option(None, "Maximum number of tokens in a prompt. Defaults to the full context.")
@@ -33,9 +33,7 @@ class Limits:
     queue: Count = option(64, "Maximum number of texts waiting for a slot. Further requests fail with 429.")
     seconds: Positive = option(300.0, "Seconds after which a request fails with 503, including its wait for a slot.")
     body_seconds: Positive = option(10.0, "Seconds after which a request fails with 408 if its body has not arrived.")
-    header_seconds: Positive = option(
-        10.0, "Seconds after which a connection is closed if the headers of a request have not arrived."
-    )
+    header_seconds: Positive = option(10.0, "Seconds after which a connection is closed if its headers are incomplete.")
     unfinished: Count = option(
         64, "Maximum number of connections per address that wait for a request; beyond it, the oldest is closed."
     )
@@ -45,25 +43,22 @@ class Limits:
         require_valid(Limits, vars(self))
 
 
+Headers = Iterable[tuple[str, str]]
+RETRY: Headers = (("Retry-After", "1"),)
+"""Tells a client to try again after a second."""
+
+
 class ApiError(Exception):
     """An error for the client, with an HTTP status, a message, the invalid field, and a machine-readable code.
 
-    headers: (name, value) pairs, since a header may occur twice. retry: seconds after which the client should retry.
+    headers: (name, value) pairs, since a header may occur twice.
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Iterable[tuple[str, str]] = (),
-        retry: int | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Headers = ()
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = (*headers, *([] if retry is None else [("Retry-After", str(retry))]))
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     @property
     def body(self) -> dict[str, Any]:
@@ -72,11 +67,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class Update(NamedTuple):
-    """The progress of one text of a job since its last update: new steps of the echoed prompt, and new generated steps.
+ENGINE_FAILED = "the engine has failed; the server's log says why"
 
-    error: the reason why the text ended early, or None.
-    """
+
+class Update(NamedTuple):
+    """The steps added to one text of a job since its last update. error: why the text ended early, or None."""
 
     text: int
     prompt: tuple[Step, ...]
@@ -88,7 +83,7 @@ class Update(NamedTuple):
 class Job:
     """Texts in progress, in the order of their requests. Iterate over a job for updates. Leaving `with` cancels it.
 
-    A job belongs to the event loop, except for `writings`, which belongs to the worker's thread.
+    A job belongs to the event loop, except for `writings`, which the worker's thread fills.
     """
 
     def __init__(self, worker: Worker, requests: Sequence[Request]) -> None:
@@ -103,16 +98,15 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._worker.leave(self)
+        if self.unfinished:
+            self._worker.cancel(self)
 
     async def __aiter__(self) -> AsyncIterator[Update]:
         """Yield updates until all texts are finished. Raises ApiError if the engine or a text fails."""
-        left = len(self.requests)
-        while left:
+        while self.unfinished or not self.updates.empty():
             update = await self.updates.get()
             if update is None:
-                raise ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
-            left -= update.finished
+                raise ApiError(503, ENGINE_FAILED, code="engine_failed")
             if update.prompt or update.steps or update.error is None:
                 yield update
             if update.error is not None:
@@ -120,21 +114,19 @@ class Job:
 
 
 class Worker:
-    """Runs an engine for an event loop, in a thread of its own that receives commands through a queue.
+    """Runs an engine for an event loop, in a separate thread that receives commands through a queue.
 
-    queue_limit: the maximum number of waiting texts. threads: for torch's matrix products; None is torch's default.
+    queue_limit: the maximum number of waiting texts. threads: the number for matrix products; None is torch's default.
     """
 
     def __init__(self, engine: Engine, queue_limit: int, threads: int | None = None) -> None:
         self.engine = engine
         self.slots = engine.decoder.rows
-        self.unfinished = 0  # texts
         self.failed = False
-        self._jobs: set[Job] = set()
+        self._jobs: set[Job] = set()  # those with unfinished texts
         self._queue_limit, self._threads = queue_limit, threads
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # For each text: its job, its index in the job, and how many prompt steps and generated steps were sent.
-        self._sent: dict[ActiveRequest, tuple[Job, int, int, int]] = {}
+        self._texts: dict[ActiveRequest, tuple[Job, int]] = {}  # each unfinished text's job and its index in the job
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -148,33 +140,32 @@ class Worker:
         await asyncio.to_thread(self._thread.join)
 
     @property
+    def unfinished(self) -> int:
+        """The number of texts that are waiting or running."""
+        return sum(job.unfinished for job in list(self._jobs))  # a copy, so that any thread may ask
+
+    @property
     def waiting(self) -> int:
         """The number of texts that wait for a row of the batch."""
         return max(0, self.unfinished - self.slots)
-
-    @property
-    def running(self) -> int:
-        return min(self.unfinished, self.slots)
 
     def submit(self, requests: Sequence[Request]) -> Job:
         """Queue texts. Raises ValueError if one is invalid, and ApiError if the engine failed or the queue is full."""
         for request in requests:
             self.engine.check(request)
         if self.failed:
-            raise ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
+            raise ApiError(503, ENGINE_FAILED, code="engine_failed")
         if self.unfinished + len(requests) > self.slots + self._queue_limit:
             message = f"the queue is full, with {self.waiting} of {self._queue_limit} texts waiting; retry later"
-            raise ApiError(429, message, code="queue_full", retry=1)
+            raise ApiError(429, message, code="queue_full", headers=RETRY)
         job = Job(self, requests)
         self._jobs.add(job)
-        self.unfinished += len(requests)
         self._commands.put(lambda: self._add(job))
         return job
 
-    def leave(self, job: Job) -> None:
-        self._jobs.discard(job)
-        if job.unfinished:
-            self._commands.put(lambda: self._cancel(job))
+    def cancel(self, job: Job) -> None:
+        """Cancel a job's unfinished texts after the current step."""
+        self._commands.put(lambda: self._cancel(job))
 
     # These methods run in the worker's thread.
 
@@ -201,7 +192,7 @@ class Worker:
         for index, request in enumerate(job.requests):
             writing = self.engine.add(request)
             job.writings.append(writing)
-            self._sent[writing] = (job, index, 0, 0)
+            self._texts[writing] = job, index
 
     def _cancel(self, job: Job) -> None:
         left = [writing for writing in job.writings if not writing.finished]
@@ -212,12 +203,10 @@ class Worker:
     def _publish(self, moved: Sequence[ActiveRequest]) -> None:
         news = []
         for writing in moved:
-            job, index, read, written = self._sent[writing]
-            prompt, steps = tuple(writing.prompt[read:]), tuple(writing.steps[written:])
-            news.append((job, Update(index, prompt, steps, writing.finished, writing.error)))
-            self._sent[writing] = (job, index, len(writing.prompt), len(writing.steps))
+            job, index = self._texts[writing]
+            news.append((job, Update(index, *writing.take(), writing.finished, writing.error)))
             if writing.finished:
-                del self._sent[writing]
+                del self._texts[writing]
         self._loop.call_soon_threadsafe(self._deliver, news)
 
     # These methods run in the event loop.
@@ -226,7 +215,8 @@ class Worker:
         for job, update in news:
             job.updates.put_nowait(update)
             job.unfinished -= update.finished
-            self.unfinished -= update.finished
+            if not job.unfinished:
+                self._jobs.discard(job)
 
     def _fail(self) -> None:
         self.failed = True
