@@ -79,14 +79,14 @@ function value(id) {
 
 /** Returns what the runs did, in a sentence for each. */
 function outcome(writer) {
-  const said = ({ run, tokens }) => `${run.name} read ${plural(tokens.length, "token")}.`;
-  const wrote = ({ run, tokens, written }) => {
-    const made = plural(written, "token");
+  const sentence = (panel) => {
+    const { run, tokens, written } = panel;
+    if (panel !== writer) return `${run.name} read ${plural(tokens.length, "token")}.`;
     const full = tokens.length < run.context ? "" : `, which fills its context of ${run.context}`;
-    return `${run.name} wrote ${made}${tokens.at(-1)?.finish === "stop" ? " and ended the document" : full}.`;
+    const end = tokens.at(-1)?.finish === "stop" ? " and ended the document" : full;
+    return `${run.name} wrote ${plural(written, "token")}${end}.`;
   };
-  const done = shown().filter((panel) => panel.error.hidden);
-  return done.map((panel) => (panel === writer ? wrote(panel) : said(panel))).join(" ");
+  return shown().filter((panel) => panel.error.hidden).map(sentence).join(" ");
 }
 
 function stop() {
@@ -95,8 +95,7 @@ function stop() {
 
 /** Save the text for Undo before something other than typing changes it. */
 function remember() {
-  const text = $("text").value;
-  if (past.at(-1) !== text) past.push(text);
+  if (past.at(-1) !== $("text").value) past.push($("text").value);
   enable("undo", past.length);
 }
 
@@ -242,10 +241,12 @@ function offerExamples() {
 }
 
 function listen() {
-  $("text").addEventListener("input", () => {
-    clearTimeout(timer);
-    timer = setTimeout(go, PAUSE);
-  });
+  for (const id of ["text", "rate"]) {
+    $(id).addEventListener("input", () => {
+      clearTimeout(timer);
+      timer = setTimeout(go, PAUSE);
+    });
+  }
   $("controls").addEventListener("submit", (event) => {
     event.preventDefault();
     if (!asked?.write) go({ write: true });
@@ -255,10 +256,6 @@ function listen() {
   $("by").addEventListener("change", () => {
     recolour();
     link();
-  });
-  $("rate").addEventListener("input", () => {
-    clearTimeout(timer);
-    timer = setTimeout(go, PAUSE);
   });
   addEventListener("keydown", (event) => {
     if (event.key === "Escape") release();
@@ -280,8 +277,7 @@ function release() {
 
 async function start() {
   try {
-    const runs = await fetchRuns();
-    panels = runs.map((run) => new Panel(run, { select, pin: link }));
+    panels = (await fetchRuns()).map((run) => new Panel(run, { select, pin: link }));
   } catch (error) {
     fail(error.message);
     return;

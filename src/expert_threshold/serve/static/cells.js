@@ -47,11 +47,11 @@ export class Cells {
   }
 
   #move(event) {
-    const place = this.cells.indexOf(event.target);
-    const next = place < 0 ? null : neighbour(this.cells, place, event.key);
+    const from = this.cells.indexOf(event.target);
+    const next = from < 0 ? null : neighbour(this.cells, from, event.key);
     if (next === null) return;
     event.preventDefault();
-    this.cells[place].tabIndex = -1;
+    this.cells[from].tabIndex = -1;
     this.cells[next].tabIndex = 0;
     this.cells[next].focus();
   }
@@ -78,6 +78,7 @@ export class Cells {
   }
 }
 
-function place(cell) {
+/** Returns a cell's [layer, expert]. */
+export function place(cell) {
   return cell.dataset.expert.split(":").map(Number);
 }

@@ -1,11 +1,10 @@
 // One run's view of the text: its tokens, the loads of its experts, and one token in detail.
 
-import { Cells } from "./cells.js";
+import { Cells, place } from "./cells.js";
 import { make, neighbour, number, percent, plural, quoted, visible } from "./dom.js";
 import { MEASURES, aim, fanout, step } from "./scale.js";
 
 const ENCODER = new TextEncoder();
-let made = 0; // panels
 
 export class Panel {
   /** Calls on.select(panel, index, show) when a token is opened, and on.pin() when an expert is pinned or released. */
@@ -23,7 +22,6 @@ export class Panel {
   #build() {
     const { run } = this;
     const onExpert = (layer, expert, event) => this.#onExpert(layer, expert, event);
-    const title = `panel-${++made}`;
     this.summary = make("dl", { class: "numbers" });
     this.error = make("p", { class: "error", role: "alert", hidden: true });
     this.tokensBox = make("div", {
@@ -37,28 +35,18 @@ export class Panel {
     this.scores = new Cells(run, `The token's scores for ${run.name}'s experts`, onExpert);
     this.readout = make("p", { class: "readout small" });
     this.loadsHint = make("p", { class: "muted small" });
-    this.loadsBox = make(
-      "section",
-      { class: "loads" },
-      make("h3", {}, "Loads"),
-      this.loadsHint,
-      this.loads.element,
-    );
+    const loads = make("section", { class: "loads" }, make("h3", {}, "Loads"), this.loadsHint, this.loads.element);
+    const report = run.report ? [" · ", make("a", { href: run.report }, "report")] : [];
     this.inspector = make("section", { class: "inspector", "aria-label": `Token details of ${run.name}` });
     this.element = make(
       "section",
-      { class: "panel", "aria-labelledby": title },
-      make(
-        "header",
-        {},
-        make("h2", { id: title }, run.name),
-        make("p", { class: "muted small" }, this.#about(), ...(run.report ? [" · ", make("a", { href: run.report }, "report")] : [])),
-      ),
+      { class: "panel", "aria-label": run.name },
+      make("header", {}, make("h2", {}, run.name), make("p", { class: "muted small" }, this.#about(), ...report)),
       this.error,
       this.summary,
       make("div", { class: "reading" }, this.tokensBox, ...(run.experts ? [this.readout] : [])),
       this.inspector,
-      ...(run.experts ? [this.loadsBox] : []),
+      ...(run.experts ? [loads] : []),
     );
   }
 
@@ -90,7 +78,6 @@ export class Panel {
     this.written = 0; // tokens generated
     this.began = this.last = performance.now(); // when the response started, and when its last generated token arrived
     this.spans = [];
-    this.fresh = []; // spans that are not on the page yet
     this.sums = { nats: 0, losses: 0, bytes: 0, fanout: 0 };
     this.starts = []; // where each token starts in the text
     this.length = 0;
@@ -110,7 +97,6 @@ export class Panel {
       const span = this.#span(token, this.tokens.length);
       this.tokens.push(token);
       this.spans.push(span);
-      this.fresh.push(span);
       this.#paint(span, token, scale);
       if (token.written) {
         this.spoken += token.text;
@@ -132,7 +118,7 @@ export class Panel {
     this.frame = null;
     const box = this.tokensBox;
     const atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 40;
-    box.append(...this.fresh.splice(0));
+    box.append(...this.spans.slice(box.childElementCount)); // those that are not on the page yet
     if (atEnd && this.spoken) box.scrollTop = box.scrollHeight;
     this.#total();
     this.#look();
@@ -186,8 +172,7 @@ export class Panel {
 
   #onExpert(layer, expert, event) {
     if (event === "press") {
-      const again = this.pinned?.[0] === layer && this.pinned?.[1] === expert;
-      this.pin(again ? null : [layer, expert]);
+      this.pin(same(this.pinned, [layer, expert]) ? null : [layer, expert]);
     } else {
       this.looked = event === "enter" ? [layer, expert] : null;
       this.#look();
@@ -195,9 +180,9 @@ export class Panel {
   }
 
   /** Keep an expert's tokens highlighted: [layer, expert], or null for none. */
-  pin(place) {
-    const known = place && this.routers.includes(place[0]) && place[1] >= 0 && place[1] < this.run.experts;
-    this.pinned = known ? place : null;
+  pin(cell) {
+    const known = cell && this.routers.includes(cell[0]) && cell[1] >= 0 && cell[1] < this.run.experts;
+    this.pinned = known ? cell : null;
     this.#look();
     this.on.pin();
   }
@@ -217,16 +202,22 @@ export class Panel {
   }
 
   #words(layer, expert) {
-    const took = this.counts[layer][expert];
-    const line = `Layer ${layer}, expert ${expert}: ${took} of ${plural(this.tokens.length, "token")}, ${percent(
-      took / Math.max(this.tokens.length, 1),
-    )}.`;
+    const line = `Layer ${layer}, expert ${expert}: ${this.#load(layer, expert)}.`;
     return this.selected === null ? line : `${line} This token: ${this.#verdict(layer, expert)}.`;
+  }
+
+  #share(layer, expert) {
+    return this.counts[layer][expert] / Math.max(this.tokens.length, 1);
+  }
+
+  #load(layer, expert) {
+    const took = `${this.counts[layer][expert]} of ${plural(this.tokens.length, "token")}`;
+    return `${took}, ${percent(this.#share(layer, expert))}`;
   }
 
   #total() {
     const { tokens, sums, written } = this;
-    const shares = this.routers.flatMap((layer) => this.counts[layer]).map((n) => n / Math.max(tokens.length, 1));
+    const shares = this.routers.flatMap((layer) => this.counts[layer].map((_, expert) => this.#share(layer, expert)));
     const entries = [[`tokens, ${this.run.context - tokens.length} left in the context`, `${tokens.length}`]];
     const speed = (1000 * written) / Math.max(this.last - this.began, 1);
     if (written) entries.push(["generated tokens per second", speed.toFixed(speed < 10 ? 1 : 0)]);
@@ -241,10 +232,9 @@ export class Panel {
     this.loadsHint.textContent = `Bar: share of the tokens. Line: the target, ${percent(this.target)}.`;
     const high = Math.max(2 * this.target, ...shares) || 1;
     this.loads.fill((layer, expert) => {
-      const took = this.counts[layer][expert];
-      const share = took / Math.max(tokens.length, 1);
-      const label = `layer ${layer}, expert ${expert}: ${took} of ${plural(tokens.length, "token")}, ${percent(share)}`;
-      return { bar: share / high, line: this.target / high, chosen: took > 0, label };
+      const share = this.#share(layer, expert);
+      const label = `layer ${layer}, expert ${expert}: ${this.#load(layer, expert)}`;
+      return { bar: share / high, line: this.target / high, chosen: share > 0, label };
     });
   }
 
@@ -257,24 +247,20 @@ export class Panel {
 
   #onKey(event) {
     if (!event.target.classList.contains("token")) return;
-    const place = Number(event.target.dataset.index);
-    const next = neighbour(this.spans, place, event.key);
+    const index = Number(event.target.dataset.index);
+    const next = neighbour(this.spans, index, event.key);
     if (next !== null) {
       event.preventDefault();
-      this.focus(next);
+      this.#hold(next);
+      this.spans[next].focus();
       if (this.selected !== null) this.on.select(this, next);
     } else if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
-      this.on.select(this, place, true);
+      this.on.select(this, index, true);
     }
   }
 
-  focus(index) {
-    if (!this.spans[index]) return;
-    this.#hold(index);
-    this.spans[index].focus();
-  }
-
+  /** Make this the token that Tab moves the focus to. */
   #hold(index) {
     if (this.spans[this.focused]) this.spans[this.focused].tabIndex = -1;
     this.focused = index;
@@ -282,8 +268,8 @@ export class Panel {
   }
 
   /** Returns the index of the token that holds the character at this offset of the text. */
-  at(place) {
-    const found = this.starts.findIndex((start, i) => i > 0 && start + this.tokens[i].text.length > place);
+  at(offset) {
+    const found = this.starts.findIndex((start, i) => i > 0 && start + this.tokens[i].text.length > offset);
     return found < 0 ? this.tokens.length - 1 : found;
   }
 
@@ -303,11 +289,11 @@ export class Panel {
 
   #inspect() {
     const token = this.selected === null ? null : this.tokens[this.selected];
-    this.loadsBox.querySelectorAll(".cell").forEach((cell) => {
-      const [layer, expert] = cell.dataset.expert.split(":").map(Number);
-      const i = this.routers.indexOf(layer);
-      cell.classList.toggle("of-token", token !== null && token.layers[i].experts.includes(expert));
-    });
+    for (const cell of this.loads.cells) {
+      const [layer, expert] = place(cell);
+      const experts = token?.layers[this.routers.indexOf(layer)].experts;
+      cell.classList.toggle("of-token", Boolean(experts?.includes(expert)));
+    }
     if (token === null) {
       const hint = "Select a token to see its experts, its loss and the tokens that the model expected.";
       this.inspector.replaceChildren(make("p", { class: "muted" }, hint));
@@ -340,14 +326,9 @@ export class Panel {
     const rows = token.top.map(([id, label, probability]) => {
       const bar = make("span", { class: "share" });
       bar.style.setProperty("--bar", probability / token.top[0][2]);
-      const itself = id === token.token;
-      return make(
-        "li",
-        itself ? { class: "itself" } : {},
-        make("code", {}, quoted(label)),
-        make("span", { class: "track", "aria-hidden": "true" }, bar),
-        make("span", { class: "value" }, percent(probability)),
-      );
+      const track = make("span", { class: "track", "aria-hidden": "true" }, bar);
+      const value = make("span", { class: "value" }, percent(probability));
+      return make("li", id === token.token ? { class: "itself" } : {}, make("code", {}, quoted(label)), track, value);
     });
     return make("div", {}, make("h4", {}, "Likeliest here"), make("ol", { class: "likeliest" }, ...rows));
   }
@@ -378,13 +359,12 @@ export class Panel {
 
   #table() {
     const head = ["layer", "expert", "score", this.#hasCutoffs() ? "cutoff" : "border", "gate", "chosen"];
-    const rows = this.routers.flatMap((layer) =>
-      Array.from({ length: this.run.experts }, (_, expert) => {
-        const { score, cutoff, gate, chosen } = this.#at(layer, expert);
-        const cells = [layer, expert, number(score), cutoff === null ? "" : number(cutoff), chosen ? number(gate) : "", chosen ? "yes" : ""];
-        return make("tr", chosen ? { class: "itself" } : {}, ...cells.map((cell) => make("td", {}, `${cell}`)));
-      }),
-    );
+    const rows = this.scores.cells.map((cell) => {
+      const { score, cutoff, gate, chosen } = this.#at(...place(cell));
+      const numbers = [number(score), cutoff === null ? "" : number(cutoff), chosen ? number(gate) : ""];
+      const cells = [...place(cell), ...numbers, chosen ? "yes" : ""].map((each) => make("td", {}, `${each}`));
+      return make("tr", chosen ? { class: "itself" } : {}, ...cells);
+    });
     const names = make("tr", {}, ...head.map((name) => make("th", { scope: "col" }, name)));
     return make(
       "div",
@@ -402,13 +382,10 @@ export class Panel {
   #at(layer, expert) {
     const { scores, experts, gates, border } = this.tokens[this.selected].layers[this.routers.indexOf(layer)];
     const { cutoffs, biases } = this.now.layers[layer];
-    const place = experts.indexOf(expert);
-    return {
-      score: scores[expert],
-      cutoff: cutoffs ? cutoffs[expert] : border === null ? null : border - (biases ? biases[expert] : 0),
-      gate: gates[place], // only chosen experts have one
-      chosen: place >= 0,
-    };
+    const i = experts.indexOf(expert);
+    const lowest = border === null ? null : border - (biases ? biases[expert] : 0);
+    const cutoff = cutoffs ? cutoffs[expert] : lowest;
+    return { score: scores[expert], cutoff, gate: gates[i], chosen: i >= 0 }; // only chosen experts have a gate
   }
 
   #verdict(layer, expert) {
