@@ -19,16 +19,7 @@ pytest.importorskip("uvicorn", reason="the server's packages are not installed: 
 from cases import NULL_SCORES, RULES, small_model, small_tokenizer
 from expert_threshold.generate.engine import Engine
 from expert_threshold.model import GPT
-from expert_threshold.serve.explorer import (
-    HEADERS,
-    STATIC,
-    Explored,
-    describe,
-    label,
-    parse,
-    require_own_page,
-    routes,
-)
+from expert_threshold.serve.explorer import HEADERS, STATIC, Explored, describe, label, parse, require_own_page, routes
 from expert_threshold.serve.server import create_app
 from expert_threshold.serve.worker import ApiError, Limits, Worker
 from served import PATIENCE, Served, ask, served
@@ -211,46 +202,47 @@ def test_limits_of_the_server_hold_here() -> None:
     assert "small accepts at most 4" in long.error["message"]
 
 
-ALLOWED = [
-    {"host": "127.0.0.1:8000"},
-    {"host": "[::1]:8000"},
-    {"host": "LOCALHOST:8000", "origin": "http://localhost:8000", "sec-fetch-site": "same-origin"},
-    {"host": "10.1.2.3"},
-    {"host": "gpu:80", "sec-fetch-site": "none"},
-]
+HERE, PROXY = "127.0.0.1:8000", ["lab.example"]
+OWN = {"origin": "https://lab.example", "sec-fetch-site": "same-origin"}  # as sent through a proxy
+
+
+@pytest.mark.parametrize(
+    ("public", "headers"),
+    [
+        ([], {"host": HERE}),
+        ([], {"host": "[::1]:8000"}),
+        ([], {"host": "LOCALHOST:8000", "origin": "http://localhost:8000", "sec-fetch-site": "same-origin"}),
+        ([], {"host": "10.1.2.3"}),
+        ([], {"host": "gpu:80", "sec-fetch-site": "none"}),
+        (PROXY, OWN | {"host": "lab.example"}),
+        (PROXY, OWN | {"host": HERE}),  # nginx's default
+    ],
+    ids=str,
+)
+def test_the_servers_own_page_is_let_in(public: list[str], headers: dict[str, str]) -> None:
+    require_own_page(headers, ["localhost", "gpu"], public)
+
+
 FOREIGN = [
     {},
     {"host": "evil.example:8000"},
     {"host": "evil.example:8000", "origin": "http://evil.example:8000", "sec-fetch-site": "same-origin"},  # rebound
     {"host": "127.0.0.1.evil.example"},
     {"host": "127.0.0.1@evil.example"},
-    {"host": "127.0.0.1:8000", "origin": "http://evil.example"},
-    {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:9000"},
-    {"host": "127.0.0.1:8000", "origin": "null"},
-    {"host": "127.0.0.1:8000", "sec-fetch-site": "cross-site"},
-    {"host": "127.0.0.1:8000", "sec-fetch-site": "same-site"},
+    *({"host": HERE, "origin": origin} for origin in ("http://evil.example", "http://127.0.0.1:9000", "null")),
+    *({"host": HERE, "sec-fetch-site": site} for site in ("cross-site", "same-site")),
     {"host": "[::1"},
 ]
 
 
-@pytest.mark.parametrize("headers", ALLOWED, ids=str)
-def test_the_servers_own_page_is_let_in(headers: dict[str, str]) -> None:
-    require_own_page(headers, ["localhost", "gpu"])
-
-
-@pytest.mark.parametrize("headers", FOREIGN, ids=str)
-def test_no_other_page_is(headers: dict[str, str]) -> None:
-    with pytest.raises(ApiError) as refused:
-        require_own_page(headers, ["localhost", "gpu"], ["lab.example"])
-    assert refused.value.status == 403
-
-
-@pytest.mark.parametrize("host", ["lab.example", "127.0.0.1:8000"])  # nginx's default is the latter
-def test_the_page_is_let_in_through_a_proxy_whose_name_is_known(host: str) -> None:
-    headers = {"host": host, "origin": "https://lab.example", "sec-fetch-site": "same-origin"}
-    require_own_page(headers, [], ["lab.example"])
+@pytest.mark.parametrize(
+    ("public", "headers"),
+    [*((PROXY, headers) for headers in FOREIGN), ([], OWN | {"host": "lab.example"}), ([], OWN | {"host": HERE})],
+    ids=str,
+)
+def test_no_other_page_is(public: list[str], headers: dict[str, str]) -> None:
     with pytest.raises(ApiError, match="--public-host NAME") as refused:
-        require_own_page(headers, [])
+        require_own_page(headers, ["localhost", "gpu"], public)
     assert refused.value.status == 403
 
 

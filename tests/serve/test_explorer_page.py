@@ -28,6 +28,8 @@ TEXT = "the cat sat on the mat"
 DONE = "/(read|wrote) \\d+ token|Stopped/.test(document.getElementById('status').textContent)"
 FIELD = "document.getElementById('text').value"
 TOKENS = "[...document.querySelectorAll('#panels .panel:nth-child({}) .token')]"
+FIRST, SECOND = (f"{TOKENS.format(panel)}.map((token) => token.textContent).join('')" for panel in (1, 2))
+LIT = "document.querySelectorAll('.lit').length"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     report.write_text(page_of_report("Of the run", ["<h1 id=title>Of the run</h1>", table(["a"], [["1"], ["2"]])]))
     runs = [Explored("threshold", first, tokenizer, report=report), Explored("choice", second, tokenizer, worker)]
     with served(first, held=True, routes=routes(runs), workers=[worker]) as server:
-        server.engine.open.set()
         yield server
 
 
@@ -57,17 +58,27 @@ def page(tab: Page, server: Served) -> Iterator[Page]:
     tab.events.clear()
     tab.resize(1280, 900)
     tab.prefer("light")
-    tab.go("about:blank")
-    tab.go(f"{server.url}/#text={TEXT.replace(' ', '+')}")
-    tab.until(f"document.getElementById('status') && {DONE}")
+    visit(tab, f"{server.url}/#text={TEXT.replace(' ', '+')}")
     yield tab
     assert tab.complaints() == []
     assert [url for url in tab.requests() if not url.startswith((server.url, "about:"))] == []
 
 
-def text_of(page: Page, panel: int = 1) -> str:
-    """Return the text of a panel's tokens, without the token that starts the text."""
-    return str(page.run(f"{TOKENS.format(panel)}.map((token) => token.textContent).join('')"))
+def visit(page: Page, url: str) -> None:
+    """Load a page, even if only the link's fragment is new, and wait until it has read its text."""
+    page.go("about:blank")
+    page.go(url)
+    page.until(f"document.getElementById('status') && {DONE}")
+
+
+def fill(page: Page, **fields: object) -> None:
+    """Set form fields, without an event."""
+    for name, value in fields.items():
+        page.run(f"document.getElementById('{name}').value = {json.dumps(value)}")
+
+
+def announce(page: Page, field: str, event: str = "input") -> None:
+    page.run(f"document.getElementById('{field}').dispatchEvent(new Event('{event}'))")
 
 
 def chosen(page: Page) -> list[int]:
@@ -81,12 +92,11 @@ def status(page: Page) -> str:
 
 
 def test_what_is_typed_is_read_by_every_run(page: Page) -> None:
-    assert text_of(page) == text_of(page, 2) == TEXT
-    page.run("document.getElementById('text').focus()")
+    assert page.run(FIRST) == page.run(SECOND) == TEXT
     page.run("document.getElementById('text').select()")
     page.type("a hat; <b>é</b>\n\tthe end")
-    page.until(f"{TOKENS.format(2)}.map((token) => token.textContent).join('').endsWith('end') && {DONE}")
-    assert text_of(page, 2) == "a hat; <b>é</b>\n\tthe end"
+    page.until(f"{SECOND}.endsWith('end') && {DONE}")
+    assert page.run(SECOND) == "a hat; <b>é</b>\n\tthe end"
     assert page.run("document.querySelector('.tokens b')") is None
     assert "threshold read" in status(page)
 
@@ -151,18 +161,18 @@ def test_an_expert_that_is_pointed_at_lights_up_its_tokens(page: Page) -> None:
     cell = ".panel:nth-child(2) .loads [data-expert='1:2']"
     page.hover(cell)
     label = page.run(f'document.querySelector("{cell}").ariaLabel')
-    lit = page.run("document.querySelectorAll('.panel:nth-child(2) .lit').length")
+    lit = page.run(LIT)
     assert label.startswith(f"layer 1, expert 2: {lit} of ")
     assert lit > 0
     page.hover("h1")
-    assert page.run("document.querySelectorAll('.lit').length") == 0
+    assert page.run(LIT) == 0
     page.click(cell)
     page.hover("h1")
-    assert page.run("document.querySelectorAll('.lit').length") == lit  # pinned
+    assert page.run(LIT) == lit  # pinned
     page.press("Escape")
     page.press("Escape")
     page.run("document.activeElement.blur()")
-    assert page.run("document.querySelectorAll('.lit').length") == 0
+    assert page.run(LIT) == 0
 
 
 def test_all_of_it_works_by_keys(page: Page) -> None:
@@ -202,14 +212,13 @@ def test_everything_has_a_name_for_who_does_not_see_it(page: Page) -> None:
 def write_some(page: Page, server: Served) -> str:
     """Click on Continue twice, and return the text once some of it is generated and the engine pauses."""
     server.engine.open.clear()
-    page.run("document.getElementById('max_tokens').value = 100")
-    page.run("document.getElementById('seed').value = 2")  # a seed with which the document continues
+    fill(page, max_tokens=100, seed=2)  # a seed with which the document continues
     page.click("#write", times=2)
     until(lambda: server.worker.unfinished == 1)
     server.engine.free = 20
     page.until("document.querySelectorAll('.written').length > 5")
     until(lambda: not server.engine.free)
-    page.until(f"{FIELD} === {TOKENS.format(1)}.map((token) => token.textContent).join('')")
+    page.until(f"{FIELD} === {FIRST}")
     return str(page.run(FIELD))
 
 
@@ -231,7 +240,7 @@ def test_no_generated_text_is_lost_whatever_ends_it(page: Page, server: Served, 
     until(lambda: not any(each.request.max_tokens for each in list(server.engine.running.values())))
     server.engine.open.set()
     page.until(f"{DONE} && document.getElementById('stop').ariaDisabled === 'true'")
-    page.until(f"{TOKENS.format(2)}.map((token) => token.textContent).join('') === {FIELD}")
+    page.until(f"{SECOND} === {FIELD}")
     assert page.run(FIELD).startswith(text)
     assert (page.run(FIELD) == TEXT) == (act == "undo")
 
@@ -239,7 +248,7 @@ def test_no_generated_text_is_lost_whatever_ends_it(page: Page, server: Served, 
 def test_stopping_while_a_text_is_read_keeps_all_of_it(page: Page, server: Served) -> None:
     """Regression: Stop deleted the part of the text that the run had not read yet."""
     text = "the cat sat on the mat; " * 30
-    page.run(f"document.getElementById('text').value = {text!r}")
+    fill(page, text=text)
     server.engine.open.clear()
     page.click("#write")
     until(lambda: server.worker.unfinished == 1)
@@ -248,19 +257,18 @@ def test_stopping_while_a_text_is_read_keeps_all_of_it(page: Page, server: Serve
     page.press("Escape")
     server.engine.open.set()
     page.until(DONE)
-    assert page.run("document.getElementById('text').value") == text
+    assert page.run(FIELD) == text
 
 
 def test_what_was_written_is_read_by_the_other_run(page: Page) -> None:
-    page.run("document.getElementById('max_tokens').value = 5")
-    page.run("document.getElementById('seed').value = 1")
+    fill(page, max_tokens=5, seed=1)
     page.click("#write")
     page.until(f"/wrote/.test(document.getElementById('status').textContent) && {DONE}")
     made = page.run("document.querySelectorAll('.panel:nth-child(1) .written').length")
     assert 1 <= made <= 5
     assert f"threshold wrote {made} tokens" in status(page)
     assert page.run("document.querySelectorAll('.panel:nth-child(2) .written').length") == 0
-    assert page.run("document.getElementById('text').value").startswith(TEXT)
+    assert page.run(FIELD).startswith(TEXT)
 
 
 def test_a_run_s_report_is_a_click_away_and_its_script_works(page: Page) -> None:
@@ -278,12 +286,11 @@ def test_a_run_s_report_is_a_click_away_and_its_script_works(page: Page) -> None
 def test_a_link_carries_the_view_and_not_to_the_server(page: Page, server: Served) -> None:
     page.click(".token[data-index='3']")
     page.run("document.querySelector('.loads [data-expert=\"2:1\"]').click()")
-    page.run("document.getElementById('by').value = 'loss'")
-    page.run("document.getElementById('by').dispatchEvent(new Event('change'))")
+    fill(page, by="loss")
+    announce(page, "by", "change")
     link = page.run("location.href")
     assert "the+cat" in link.split("#")[1]
-    page.go("about:blank")
-    page.go(link)
+    visit(page, link)
     page.until("document.querySelector('[aria-selected=true]') && document.querySelector('[aria-pressed=true]')")
     assert chosen(page) == [3, 3]
     assert page.run("document.querySelector('[aria-pressed=true]').dataset.expert") == "2:1"
@@ -292,10 +299,9 @@ def test_a_link_carries_the_view_and_not_to_the_server(page: Page, server: Serve
 
 
 def test_a_link_from_elsewhere_may_say_anything(page: Page, server: Served) -> None:
-    page.go("about:blank")
-    page.go(f"{server.url}/#text=<img src=x onerror=alert(1)>&token=9:x&expert=0:99:99&by=__proto__&rate=no&without=a")
-    page.until(f"document.getElementById('status') && {DONE}")
-    assert text_of(page) == "<img src=x onerror=alert(1)>"
+    view = "token=9:x&expert=0:99:99&by=__proto__&rate=no&without=a"
+    visit(page, f"{server.url}/#text=<img src=x onerror=alert(1)>&{view}")
+    assert page.run(FIRST) == "<img src=x onerror=alert(1)>"
     assert page.run("document.images.length") == 0
     assert chosen(page) == []
 
@@ -312,14 +318,12 @@ def test_what_is_typed_while_the_page_loads_is_kept(page: Page, server: Served) 
     page.run("window.loaded = true")
     page.until(DONE)
     page.send("Page.removeScriptToEvaluateOnNewDocument", **script)
-    assert page.run(FIELD) == text_of(page) == "a hat"
+    assert page.run(FIELD) == page.run(FIRST) == "a hat"
 
 
 def test_a_full_context_is_reported_and_its_view_kept(page: Page) -> None:
     page.click("#runs label:nth-child(2) input")  # the other run, which might have more tokens for what is generated
-    page.run("document.getElementById('max_tokens').value = 512")
-    page.run("document.getElementById('seed').value = 1")
-    page.run(f"{FIELD} = 'x'.repeat(500)")
+    fill(page, max_tokens=512, seed=1, text="x" * 500)
     page.click("#write")
     page.until(f"{DONE} && {TOKENS.format(1)}.length === 512")
     page.until("/threshold wrote 11 tokens, which fills its context of 512/.test(document.body.textContent)")
@@ -338,8 +342,7 @@ def test_tokens_that_come_within_a_frame_are_drawn_at_once(page: Page) -> None:
     page.run("""window.drawn = 0;
         new MutationObserver((all) => { drawn += all.length }).observe(
             document.querySelector('.numbers'), { childList: true })""")
-    page.run("document.getElementById('max_tokens').value = 60")
-    page.run("document.getElementById('seed').value = 2")
+    fill(page, max_tokens=60, seed=2)
     page.click("#write")
     page.until(f"{DONE} && document.querySelectorAll('.written').length > 20")
     assert page.run("drawn") <= 3
@@ -347,9 +350,9 @@ def test_tokens_that_come_within_a_frame_are_drawn_at_once(page: Page) -> None:
 
 def test_unseen_characters_are_shown_in_place_and_copied_as_they_are(page: Page) -> None:
     text = "ab\u202ecd\u200b\u0301e\r\nf"
-    page.run(f"{FIELD} = {json.dumps(text)}")
-    page.run("document.getElementById('text').dispatchEvent(new Event('input'))")
-    page.until(f"{TOKENS.format(1)}.map((token) => token.textContent).join('') === {FIELD} && {DONE}")
+    fill(page, text=text)
+    announce(page, "text")
+    page.until(f"{FIRST} === {FIELD} && {DONE}")
     boxes = page.run(f"{TOKENS.format(1)}.slice(0, -2).map((token) => token.getBoundingClientRect().toJSON())")
     assert all(box["width"] > 2 for box in boxes)
     assert [box["left"] for box in boxes] == sorted(box["left"] for box in boxes)
@@ -365,9 +368,8 @@ def test_with_a_key_the_browser_prompts_for_it(tab: Page) -> None:
     with served(model, api_key="secret", routes=routes([Explored("small", model, small_tokenizer())])) as server:
         tab.go(server.url.replace("http://", "http://anyone:secret@"))
         tab.until("document.title === 'Routing explorer'")
-        tab.go(f"{server.url}/?again#text=cat")
-        tab.until(f"document.getElementById('status') && {DONE}")
-        assert text_of(tab) == "cat"
+        visit(tab, f"{server.url}/?again#text=cat")
+        assert tab.run(FIRST) == "cat"
     tab.events.clear()
 
 
@@ -385,9 +387,8 @@ def test_examples_are_one_click_away(page: Page) -> None:
     assert count == 3
     for i in range(count):
         page.click(f"#examples button:nth-of-type({i + 1})")
-        page.until(f"{DONE} && document.querySelectorAll('.panel:nth-child(2) .token').length > 60")
-        shown = page.run("document.getElementById('text').value")
-        assert text_of(page).replace("\n", "") == shown.replace("\n", "")
+        page.until(f"{DONE} && {TOKENS.format(2)}.length > 60")
+        assert page.run(FIRST).replace("\n", "") == page.run(FIELD).replace("\n", "")
 
 
 def test_experts_per_token_can_be_dialled(page: Page) -> None:
@@ -399,16 +400,15 @@ def test_experts_per_token_can_be_dialled(page: Page) -> None:
 
 
 def test_a_run_can_be_hidden_but_not_the_last(page: Page) -> None:
-    page.click("#runs label:nth-child(1) input")
-    assert page.run("document.querySelectorAll('.panel:not([hidden])').length") == 1
-    page.click("#runs label:nth-child(2) input")
-    assert page.run("document.querySelectorAll('.panel:not([hidden])').length") == 1
+    for run in (1, 2):
+        page.click(f"#runs label:nth-child({run}) input")
+        assert page.run("document.querySelectorAll('.panel:not([hidden])').length") == 1
     page.until(DONE)
 
 
 def test_an_error_is_one_clear_line(page: Page) -> None:
-    page.run("document.getElementById('text').value = 'x'.repeat(600)")
-    page.run("document.getElementById('text').dispatchEvent(new Event('input'))")
+    fill(page, text="x" * 600)
+    announce(page, "text")
     shown = "[...document.querySelectorAll('.panel .error:not([hidden])')].map((each) => each.textContent)"
     page.until(f"{shown}.length === 2")
     assert page.run(shown)[1].endswith("but choice accepts at most 512; shorten the text")
@@ -434,12 +434,8 @@ def test_a_token_without_experts_has_no_border(tab: Page) -> None:
     model = small_model(NullSlots(4, 1, null_slots=4, slots_per_token=2), context=512)
     for _, moe in model.moe_layers():
         moe.router.state.bias[4:] = 10  # every token chooses only null slots
-    runs = [Explored("null", model, small_tokenizer())]
-    with served(model, held=True, routes=routes(runs)) as server:
-        server.engine.open.set()
-        tab.go("about:blank")
-        tab.go(f"{server.url}/#text={TEXT.replace(' ', '+')}")
-        tab.until(f"document.getElementById('status') && {DONE}")
+    with served(model, routes=routes([Explored("null", model, small_tokenizer())])) as server:
+        visit(tab, f"{server.url}/#text={TEXT.replace(' ', '+')}")
         tab.run(f"{TOKENS.format(1)}[2].click()")
         assert tab.run("[...document.querySelectorAll('.inspector .line')].every((line) => line.hidden)")
         labels = tab.run("[...document.querySelectorAll('.inspector .cell')].map((cell) => cell.ariaLabel)")

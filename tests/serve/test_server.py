@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import math
 import re
@@ -95,11 +94,10 @@ def test_a_seed_writes_the_same_and_each_of_n_texts_is_another(client: Any, mode
 
 def test_a_request_may_dial_its_experts_per_token(client: Any, model: GPT, tokenizer: Tokenizer) -> None:
     options = {"model": "small", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    texts = [
-        client.completions.create(**options, extra_body={"rate": rate}).choices[0].text for rate in (None, 0, 2.5, 4)
-    ]
+    rates = (None, 0, 2.5, 4)
+    texts = [client.completions.create(**options, extra_body={"rate": rate}).choices[0].text for rate in rates]
     assert len(set(texts)) > 1
-    assert texts == [written(model, tokenizer, PROMPT, 12, rate=rate) for rate in (None, 0, 2.5, 4)]
+    assert texts == [written(model, tokenizer, PROMPT, 12, rate=rate) for rate in rates]
     with pytest.raises(openai.BadRequestError) as beyond:
         client.completions.create(**options, extra_body={"rate": 4.5})
     assert beyond.value.param == "rate"
@@ -171,22 +169,15 @@ def test_the_size_of_a_body_is_limited(server: Served) -> None:
 
 
 def test_a_body_without_a_length_is_counted_while_it_arrives(server: Served) -> None:
-    connection = connect(server)
-    headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
-    connection.request("POST", "/v1/completions", iter([b" " * 30_000] * 3), headers, encode_chunked=True)
-    assert connection.getresponse().status == 413
-    connection.close()
+    with contextlib.closing(connect(server)) as connection:
+        headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
+        connection.request("POST", "/v1/completions", iter([b" " * 30_000] * 3), headers, encode_chunked=True)
+        assert connection.getresponse().status == 413
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    with served(limits=Limits(body_seconds=0.05)) as server:
-        connection = connect(server)
-        connection.putrequest("POST", "/v1/completions")
-        connection.putheader("Content-Type", "application/json")
-        connection.putheader("Content-Length", "100")
-        connection.endheaders()
-        assert connection.getresponse().status == 408
-        connection.close()
+    with served(limits=Limits(body_seconds=0.05)) as server, begin(server, BODY) as begun:
+        assert begun.recv(65536).startswith(b"HTTP/1.1 408 ")
 
 
 def test_an_invalid_request_gets_the_matching_status(server: Served) -> None:
@@ -205,8 +196,7 @@ def test_an_invalid_request_gets_the_matching_status(server: Served) -> None:
         (chat := ask(server, "/v1/chat/completions", {}), 404),
         (other := ask(server, "/nowhere"), 404),
     ):
-        assert answer.status == status
-        assert answer.error["type"] == "invalid_request_error"
+        assert (answer.status, answer.error["type"]) == (status, "invalid_request_error")
     assert "POST to /v1/completions, with a prompt" in chat.error["message"]
     assert other.error["code"] == "unknown_path"
     assert "at /v1/completions and /v1/models; see" in other.error["message"]
@@ -263,12 +253,9 @@ def begin(server: Served, data: bytes) -> socket.socket:
 def rest(begun: socket.socket) -> bytes:
     """Return everything until the server closes the connection."""
     text = b""
-    with begun:
-        try:
-            while data := begun.recv(65536):
-                text += data
-        except ConnectionResetError:
-            pass
+    with begun, contextlib.suppress(ConnectionResetError):
+        while data := begun.recv(65536):
+            text += data
     return text
 
 
@@ -320,34 +307,23 @@ def test_complete_requests_count_as_finished_while_they_wait() -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_leaves_frees_its_row_and_its_place_in_the_queue(stream: bool) -> None:
+    body = json.dumps({"model": "small", "prompt": PROMPT, "max_tokens": 40, "stream": stream})
     with served(held=True, engine={"slots": 1}) as server:
         engine, worker = server.engine, server.worker
         engine.free = 3
         writing, waiting = connect(server), connect(server)
-        send(writing, stream=stream)
-        until(lambda: len(engine.running) == 1)
-        send(waiting, stream=stream)
-        until(lambda: len(engine.waiting) == 1)
-        leave(waiting, stream)
-        until(lambda: worker.unfinished == 1)
-        assert (len(engine.running), len(engine.waiting)) == (1, 0)
-        leave(writing, stream)
-        until(lambda: worker.unfinished == 0)
+        for connection, texts in ((writing, engine.running), (waiting, engine.waiting)):
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            until(lambda texts=texts: len(texts) == 1)
+        for connection, left in ((waiting, 1), (writing, 0)):
+            response = connection.getresponse() if stream else connection
+            connection.close()
+            response.close()
+            until(lambda left=left: worker.unfinished == left)
+            assert (len(engine.running), len(engine.waiting)) == (left, 0)
         assert not engine.busy
         engine.open.set()
         assert complete(server).status == 200
-
-
-def send(connection: http.client.HTTPConnection, stream: bool) -> None:
-    body = json.dumps({"model": "small", "prompt": PROMPT, "max_tokens": 40, "stream": stream})
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-
-
-def leave(connection: http.client.HTTPConnection, stream: bool) -> None:
-    response = connection.getresponse() if stream else None
-    connection.close()
-    if response is not None:
-        response.close()
 
 
 # Access control.
@@ -431,10 +407,9 @@ def test_metrics_count_requests_tokens_and_pairs(model: GPT, tokenizer: Tokenize
         assert f"# TYPE {name} histogram\n" in answer.text
     assert 2 * delay <= numbers["et_time_to_first_token_seconds_sum"] <= numbers["et_completion_seconds_sum"]
     assert numbers["et_texts_running"] == numbers["et_texts_waiting"] == 0
-    # The last generated token needs no forward.
     ids = [tokenizer.bos, *tokenizer.encode(PROMPT)]
-    steps = list(generate(model, tokenizer, ids, max_tokens=6, temperature=0, record=True))
-    with torch.no_grad():
+    steps = list(generate(model, tokenizer, ids, max_tokens=6, temperature=0))
+    with torch.no_grad():  # the last generated token needs no forward
         routings = model(torch.tensor([[*ids, *(step.token for step in steps[:-1])]]), record=True).routings
     taken = sum(int(routing.assignment.sum()) for routing in routings)
     assert numbers["et_assignments_total"] == 2 * taken
@@ -502,17 +477,16 @@ def test_a_text_whose_logits_are_not_finite_fails_alone(model: GPT) -> None:
 
 
 def test_a_stream_that_fails_ends_with_an_event(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    async def failing() -> AsyncGenerator[dict[str, Any]]:
+        yield {"a": 1}
+        raise RuntimeError("secret")
+
     with mock.patch("expert_threshold.serve.server._chunks", side_effect=lambda *_: failing()):
         answer = complete(server, stream=True)
     assert answer.status == 200
     assert json.loads(answer.text.split("data: ")[-1])["error"]["code"] == "internal_error"
     assert "RuntimeError: secret" in caplog.text
     assert "secret" not in answer.text
-
-
-async def failing() -> AsyncGenerator[dict[str, Any]]:
-    yield {"a": 1}
-    raise RuntimeError("secret")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -523,12 +497,9 @@ def test_a_request_that_outlasts_the_grace_is_told_so(stream: bool, caplog: pyte
             waiting = pool.submit(complete, server, max_tokens=9, stream=stream, temperature=0)
             until(lambda: server.worker.unfinished == 1 and not server.engine.free)
         answer = waiting.result(PATIENCE)
-    if stream:
-        assert answer.status == 200
-        assert answer.text.endswith("\n\n")
-        assert json.loads(answer.text.split("data: ")[-1])["error"]["code"] == "stopping"
-    else:
-        assert (answer.status, answer.error["code"]) == (503, "stopping")
+    error = json.loads(answer.text.split("data: ")[-1])["error"]  # the last event of a stream
+    assert (answer.status, error["code"]) == (200 if stream else 503, "stopping")
+    assert answer.text.endswith("\n\n") == stream
     assert "Traceback" not in caplog.text
 
 
@@ -540,16 +511,12 @@ def test_the_openapi_document_matches_the_parser(server: Served) -> None:
     fields = schemas["CompletionRequest"]["properties"]
     assert fields["model"]["enum"] == ["small"]
     for name, (field, *_) in {name: field["anyOf"] for name, field in fields.items() if "anyOf" in field}.items():
-        for edge in ("minimum", "maximum"):
-            if name == "top_k" or edge not in field:
-                continue
-            value = field[edge]
-            assert complete(server, prompt="", **{name: value, "max_tokens": 0} | {name: value}).status in (
-                200,
-                400 if name == "max_tokens" else 200,  # the prompt leaves less room for it
-            )
-            beyond = value + (1 if edge == "maximum" else -1)
-            assert complete(server, **{name: beyond}).error["param"] == name
+        for edge, outwards in (("minimum", -1), ("maximum", 1)):
+            if edge in field and name != "top_k":
+                asked = {"prompt": "", "max_tokens": 0, name: field[edge]}
+                full = name == "max_tokens" and edge == "maximum"  # the prompt leaves less room
+                assert complete(server, **asked).status == (400 if full else 200)
+                assert complete(server, **{name: field[edge] + outwards}).error["param"] == name
     assert ask(server, "/v1/completions", {"model": "small", "new": 1}).error["code"] == "unknown_field"
 
 
@@ -558,5 +525,5 @@ def test_a_server_has_the_port_at_all_addresses_of_its_host() -> None:
     assert len({each.getsockname()[1] for each in sockets}) == 1
     for each in sockets:
         host, port = each.getsockname()[:2]
-        assert url(each) == (f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        assert url(each) == f"http://{f'[{host}]' if ':' in host else host}:{port}"
         each.close()
