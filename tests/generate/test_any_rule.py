@@ -93,9 +93,7 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was() -> None:
     tokens = torch.randint(270, (2, 12), generator=torch.Generator().manual_seed(1))
     cache = model.new_cache(2, 12)
     model(tokens[:, :5], cache=cache)
-    with (
-        pytest.raises(RuntimeError),
-        mock.patch.object(model.blocks[-1].attention, "forward", side_effect=RuntimeError),
-    ):
+    broken = mock.patch.object(model.blocks[-1].attention, "forward", side_effect=RuntimeError)
+    with broken, pytest.raises(RuntimeError):
         model(tokens[:, :3], cache=cache)
     torch.testing.assert_close(model(tokens[:, 5:], cache=cache).logits, model(tokens).logits[:, 5:])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cases import RULES, covering, small_model, small_tokenizer
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import decoder as decoder_module
-from expert_threshold.generate.engine import ActiveRequest, Engine, Request, Sampler, TextStream, penalize
+from expert_threshold.generate.engine import ActiveRequest, Engine, Request, Sampler, Step, TextStream, penalize
 from expert_threshold.model import GPT
 
 BOS = small_tokenizer().bos
@@ -33,7 +33,7 @@ def requests(count: int, **options: object) -> list[Request]:
 
 
 def run(engine: Engine, every: Iterable[Request], *, at: int = 0) -> list[ActiveRequest]:
-    """Write for all, of which each joins `at` steps after the one before."""
+    """Finish all requests, each of which joins `at` steps after the one before."""
     writings = []
     for request in every:
         writings.append(engine.add(request))
@@ -46,6 +46,10 @@ def run(engine: Engine, every: Iterable[Request], *, at: int = 0) -> list[Active
 
 def tokens(writing: ActiveRequest) -> list[int]:
     return [step.token for step in writing.steps]
+
+
+def text_of(steps: Iterable[Step]) -> str:
+    return "".join(step.text for step in steps)
 
 
 class Recorder(Engine):
@@ -61,20 +65,6 @@ class Recorder(Engine):
         super()._write(ready)
 
 
-def same_bits(model: GPT, tokenizer: Tokenizer) -> bool:
-    """Return True if the first, fifth and last of nine requests get the same logits, to the last bit, alone."""
-    every = requests(9)
-    together = Recorder(model, tokenizer)
-    writings = run(together, every, at=1)
-    for request, writing in list(zip(every, writings, strict=True))[::4]:
-        engine = Recorder(model, tokenizer)
-        (alone,) = run(engine, [request])
-        pairs = zip(engine.logits[alone], together.logits[writing], strict=True)
-        if not all(torch.equal(a, b) for a, b in pairs):
-            return False
-    return True
-
-
 @pytest.mark.parametrize(
     ("rule", "dtype", "by"),
     covering(product(RULES, [torch.float32, torch.bfloat16], ["operations", "kernel"])),
@@ -85,7 +75,13 @@ def test_in_strict_mode_logits_have_the_same_bits_alone_and_among_8_others(
 ) -> None:
     model = small_model(RULES[rule])
     model.compute_dtype = dtype
-    assert same_bits(model, tokenizer)
+    every, together = requests(9), Recorder(model, tokenizer)
+    writings = run(together, every, at=1)
+    for i in (0, 4, 8):
+        engine = Recorder(model, tokenizer)
+        (alone,) = run(engine, [every[i]])
+        pairs = zip(engine.logits[alone], together.logits[writings[i]], strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.usefixtures("by")
@@ -140,7 +136,7 @@ def test_an_echoed_prompt_has_the_model_s_logprobs_and_its_own_text(
         output = model(torch.tensor([ids]), record=True)
     logprobs = output.logits[0].log_softmax(-1)
     assert [step.token for step in writing.prompt] == ids
-    assert "".join(step.text for step in writing.prompt) == "the cät sat on the mat"
+    assert text_of(writing.prompt) == "the cät sat on the mat"
     assert writing.prompt[0].logprob is None
     for i, step in enumerate(writing.prompt[1:]):
         assert step.logprob == pytest.approx(float(logprobs[i, ids[i + 1]]), abs=1e-4)
@@ -182,7 +178,7 @@ def test_a_character_split_between_an_echoed_prompt_and_its_continuation_is_whol
     chosen = iter(follows)
     monkeypatch.setattr(ActiveRequest, "choose", lambda writing: next(chosen))
     (writing,) = run(Engine(small_model(), tokenizer), [Request(tuple(prompt), len(follows), echo=echo)])
-    assert ("".join(step.text for step in writing.prompt), "".join(step.text for step in writing.steps)) == texts
+    assert (text_of(writing.prompt), text_of(writing.steps)) == texts
 
 
 @pytest.mark.usefixtures("by")
@@ -200,8 +196,8 @@ def test_a_repetition_penalty_lowers_the_logits_of_tokens_that_occurred(tokenize
     model = small_model()
     for penalty, repeats in ((1.0, True), (1e6, False)):
         (writing,) = run(Engine(model, tokenizer), [asked._replace(repetition_penalty=penalty)])
-        tokens = [*asked.prompt, *(step.token for step in writing.steps)]
-        assert (len(set(tokens)) < len(tokens)) == repeats
+        every = [*asked.prompt, *tokens(writing)]
+        assert (len(set(every)) < len(every)) == repeats
     with pytest.raises(ValueError, match="repetition_penalty"):
         asked._replace(repetition_penalty=0.0).check(64)
 
@@ -216,32 +212,27 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(
     text: str, stop: list[str], cuts: list[int]
 ) -> None:
     places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    pieces = [text[a:b] for a, b in pairwise(places)] or [""]
-    shown, stopped = "", False
-    stream = TextStream(stop)
-    for i, piece in enumerate(pieces):
-        part, stopped = stream.push(piece.encode(), final=i + 1 == len(pieces))
+    shown, stopped, stream = "", False, TextStream(stop)
+    for a, b in [*pairwise(places)] or [(0, 0)]:
+        part, stopped = stream.push(text[a:b].encode(), final=b == len(text))
         shown += part
         assert text.startswith(shown)
         if stopped:
             break
     found = [text.find(s) for s in stop if s in text]
-    if not found:
-        assert (shown, stopped) == (text, False)
-        return
-    assert stopped
+    assert stopped == bool(found)
+    # A stop string that is complete first ends the text, even if a longer one started before it.
+    assert len(shown) >= min(found) if stopped else shown == text
     assert not any(s in shown for s in stop)
-    # A stop string that comes whole first ends the text, also where a longer one had begun before it.
-    assert len(shown) >= min(found)
 
 
 def test_a_stop_string_across_tokens_ends_a_request(tokenizer: Tokenizer) -> None:
     model = small_model()
     request = Request((1,), 30, temperature=0, stop_at_document_end=False)
     (whole,) = run(Engine(model, tokenizer), [request])
-    text = "".join(step.text for step in whole.steps)
+    text = text_of(whole.steps)
     stop = text[7:11]
     (writing,) = run(Engine(model, tokenizer), [request._replace(stop=(stop,))])
-    assert "".join(step.text for step in writing.steps) == text[: text.index(stop)]
+    assert text_of(writing.steps) == text[: text.index(stop)]
     assert writing.steps[-1].finish == "stop"
     assert len(writing.steps) < len(whole.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,31 +17,23 @@ from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
 THRESHOLD = ExpertThreshold(5, 2, warmup_steps=2)  # five experts: a remainder of vector instructions
 
 
-def generated(model: GPT, **options: float) -> list[Generated]:
+def generated(model: GPT, rate: float | None = None) -> list[Generated]:
     prompts = [(269, 5, 7), (269, 1), (269, *range(40)), (269, 9)]
-    requests = [Request(ids, 12, seed=i, **options) for i, ids in enumerate(prompts)]  # type: ignore[arg-type]
+    requests = [Request(ids, 12, seed=i, rate=rate) for i, ids in enumerate(prompts)]
     return generate_captured(model, small_tokenizer(), requests, slots=3)
 
 
+CHOSEN = replace(THRESHOLD, gate="softmax_chosen", gate_scale=2.5)
+DIALLED = [THRESHOLD, replace(THRESHOLD, gate="softmax"), CHOSEN, RULES["expert_choice"]]
+
+
+@pytest.mark.usefixtures("by")
 @pytest.mark.parametrize(
-    "rule",
-    [
-        THRESHOLD,
-        replace(THRESHOLD, gate="softmax"),
-        replace(THRESHOLD, gate="softmax_chosen", gate_scale=2.5),
-        RULES["expert_choice"],
-        TokenChoice(5, 2, balance="loss_free"),
-    ],
+    ("rule", "rate"), [*product(DIALLED, [None, 1.5]), (TokenChoice(5, 2, balance="loss_free"), None)]
 )
-@pytest.mark.parametrize("rate", [None, 1.5])
-def test_ids_and_gates_follow_to_the_last_bit_from_scores_and_thresholds(
-    by: None, rule: Rule, rate: float | None
-) -> None:
+def test_ids_and_gates_follow_to_the_last_bit_from_scores_and_thresholds(rule: Rule, rate: float | None) -> None:
     model = small_model(rule)
-    if rate is not None and isinstance(rule, TokenChoice):
-        return
-    model.set_rate(None)
-    found = generated(model) if rate is None else generated(model, rate=rate)
+    found = generated(model, rate=rate)
     for _, capture in found:
         assignment, gates = decide(model, capture, rate)
         assert torch.equal(assignment, capture.assignment)

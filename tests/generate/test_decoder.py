@@ -92,9 +92,8 @@ def test_logits_and_routing_of_a_sequence_equal_the_full_forward(
         assert torch.equal(assignment, routing.assignment[0, :, : assignment.shape[1]])
         if outputs[-1].gates is not None:
             gates = torch.cat([o.gates[layer] for o in outputs if o.gates is not None])
-            torch.testing.assert_close(
-                gates * assignment, (routing.gates[0] * routing.assignment[0])[:, : gates.shape[1]]
-            )
+            expected_gates = (routing.gates[0] * routing.assignment[0])[:, : gates.shape[1]]
+            torch.testing.assert_close(gates * assignment, expected_gates)
     assert sum(o.assigned for o in outputs) == sum(int(o.assignment.sum()) for o in outputs)
 
 
@@ -153,9 +152,8 @@ def test_in_bfloat16_it_is_within_its_rounding_of_float32_as_the_full_forward_is
     expected = model(torch.tensor([tokens])).logits[0]
     model.compute_dtype = torch.bfloat16
     decoded = Decoder(model, 1, 40)
-    logits = torch.cat(
-        [decoded.read(0, tokens[:30], every=True).logits, *(decoded.step({0: t}).logits for t in tokens[30:])]
-    )
+    parts = [decoded.read(0, tokens[:30], every=True), *(decoded.step({0: t}) for t in tokens[30:])]
+    logits = torch.cat([part.logits for part in parts])
     assert_rounded(logits, expected, 4)  # two in each of two layers
     assert_rounded(model(torch.tensor([tokens])).logits[0], expected, 4)
 

@@ -6,6 +6,7 @@ import gc
 import random
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -57,10 +58,6 @@ def assert_same_bits(a: Decoded, b: Decoded) -> None:
     assert (a.peaks, a.assigned) == (b.peaks, b.assigned)
 
 
-def bits(a: torch.Tensor, b: torch.Tensor) -> None:
-    assert torch.equal(a, b)
-
-
 @needs_kernel
 @pytest.mark.parametrize("rule", [*RULES.values(), *SOFTMAX], ids=[*RULES, *(rule.label for rule in SOFTMAX)])
 def test_it_decodes_every_rule_whose_gates_are_of_scores_alone(rule: Any) -> None:
@@ -68,23 +65,14 @@ def test_it_decodes_every_rule_whose_gates_are_of_scores_alone(rule: Any) -> Non
 
 
 @pytest.mark.usefixtures("by")
+@pytest.mark.parametrize(("rule", "chosen"), [(TokenChoice(4, 2), [0, 1]), (ExpertThreshold(4, 1), [])])
 @torch.no_grad()
-def test_of_experts_with_the_same_score_a_token_chooses_the_first() -> None:
-    model = small_model(TokenChoice(4, 2))
-    for _, moe in model.moe_layers():
-        moe.router.weight[:] = moe.router.weight[0].clone()
-    (decoded,) = steps(filled(model), count=1)
-    assert decoded.assignment.tolist() == [[[True, True, False, False]] * ROWS] * 2
-
-
-@pytest.mark.usefixtures("by")
-@torch.no_grad()
-def test_a_score_equal_to_its_cutoff_does_not_exceed_it() -> None:
-    model = small_model(steps=0)  # whose cutoffs are 0
+def test_of_equal_scores_the_first_are_chosen_and_none_exceeds_an_equal_cutoff(rule: Any, chosen: list[int]) -> None:
+    model = small_model(rule, steps=0)  # its cutoffs are 0
     for _, moe in model.moe_layers():
         moe.router.weight.zero_()
     (decoded,) = steps(filled(model), count=1)
-    assert not decoded.assignment.any()
+    assert decoded.assignment.tolist() == [[[expert in chosen for expert in range(4)]] * ROWS] * 2
 
 
 @needs_kernel
@@ -107,7 +95,7 @@ def test_keys_and_values_are_rounded_to_the_nearest() -> None:
         weight.copy_(weight.bfloat16())
     exact = filled(model).cache.held
     model.compute_dtype = torch.bfloat16
-    bits(filled(model).cache.held[0], exact[0].bfloat16())
+    assert torch.equal(filled(model).cache.held[0], exact[0].bfloat16())
 
 
 @needs_kernel
@@ -126,8 +114,8 @@ def test_the_company_and_the_number_of_threads_change_no_bit(
     for row in (0, 4):
         of_row = range(row, row + 1)
         for decoded, alone in zip(together, steps(filled(model, of_row), of_row), strict=True):
-            bits(decoded.logits[row : row + 1], alone.logits)
-            bits(decoded.assignment[:, row : row + 1], alone.assignment)
+            assert torch.equal(decoded.logits[row : row + 1], alone.logits)
+            assert torch.equal(decoded.assignment[:, row : row + 1], alone.assignment)
 
 
 @needs_kernel
@@ -140,9 +128,9 @@ def test_a_prompt_has_the_same_bits_in_pieces_of_any_length(dtype: torch.dtype) 
     logits = whole.read(1, prompt, every=True).logits
     ends = [0, 1, 8, 12, 13, 30]
     parts = [pieces.read(1, prompt[a:b], every=True).logits for a, b in pairwise(ends)]
-    bits(torch.cat(parts), logits)
+    assert torch.equal(torch.cat(parts), logits)
     whole.open(1)
-    bits(whole.read(1, prompt).logits, logits[-1:])
+    assert torch.equal(whole.read(1, prompt).logits, logits[-1:])
 
 
 @needs_kernel
@@ -155,7 +143,7 @@ def test_a_sequence_of_nan_leaves_the_others_as_they_are() -> None:
     assert decoded.logits[1].isnan().all()
     assert torch.tensor(decoded.peaks[1][1:]).isnan().all()
     assert not decoded.assignment[:, 1].any()
-    bits(decoded.logits[::2], expected[::2])
+    assert torch.equal(decoded.logits[::2], expected[::2])
 
 
 @pytest.mark.usefixtures("by")
@@ -199,25 +187,14 @@ def test_other_dtypes_are_decoded_by_operations() -> None:
 
 @needs_kernel
 def test_a_decoder_that_is_gone_leaves_nothing_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
-    created: list[int] = []
-    destroyed: list[int] = []
-
-    def destroy(decoder: int) -> None:
-        destroyed.append(decoder)
-        decoder_destroy(decoder)
-
-    def create(**given: Any) -> int:
-        created.append(decoder_create(**given))
-        return created[-1]
-
-    monkeypatch.setattr("expert_threshold.generate.decoder.decoder_create", create)
+    destroy = mock.Mock(side_effect=decoder_destroy)
     monkeypatch.setattr("expert_threshold.generate.decoder.decoder_destroy", destroy)
     decoder = Decoder(small_model(RULES["expert_threshold"]), 1, 8)
-    assert not destroyed
+    created = decoder.kernel._decoder
+    destroy.assert_not_called()
     del decoder
     gc.collect()
-    assert destroyed == created
-    assert len(created) == 1
+    destroy.assert_called_once_with(created)
 
 
 @needs_kernel

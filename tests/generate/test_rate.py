@@ -12,14 +12,11 @@ from cases import RULES, small_model, small_tokenizer, write_run
 from expert_threshold.cli import main
 from expert_threshold.generate import generate
 from expert_threshold.generate.engine import ActiveRequest, Engine, Request
-from expert_threshold.model import GPT
+
+from .test_batching import run
 
 PROMPT = (1, 40, 41, 42, 43)
 BY_CUTOFF = ("expert_choice", "expert_threshold")
-
-
-def fanout(model: GPT, tokens: Tensor) -> list[float]:
-    return [float(observation.fanout_mean) for observation in model(tokens).observations]
 
 
 def tokens_of(rows: int) -> Tensor:
@@ -38,7 +35,7 @@ def test_a_model_is_set_to_a_rate_and_back(rule: str) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for rate, low, high in ((0, 0, 0), (0.5, 0.3, 0.75), (2, 1.6, 2.4), (4, 4, 4)):
         model.set_rate(rate)
-        assert all(low <= mean <= high for mean in fanout(model, tokens)), rate
+        assert all(low <= seen.fanout_mean <= high for seen in model(tokens).observations), rate
     assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
     model.set_rate(None)
     assert torch.equal(model(tokens).logits, trained)
@@ -58,18 +55,11 @@ def test_requests_at_different_rates_share_a_batch_with_the_results_of_each_alon
     model = small_model(RULES[rule])
     rates = (None, 0, 0.5, 2, 4)
     requests = [Request(PROMPT, 12, 0.0, record=True, echo=True, rate=rate) for rate in rates]
-    together = Engine(model, small_tokenizer(), slots=len(rates), strict=True)
-    found = [together.add(request) for request in requests]
-    while together.busy:
-        together.step()
+    found = run(Engine(model, small_tokenizer(), slots=len(rates), strict=True), requests)
     for writing, request in zip(found, requests, strict=True):
         model.set_rate(request.rate)
-        alone = Engine(model, small_tokenizer(), slots=1, strict=True)
-        expected = alone.add(request._replace(rate=None))
-        while alone.busy:
-            alone.step()
-        assert writing.prompt == expected.prompt
-        assert writing.steps == expected.steps
+        (alone,) = run(Engine(model, small_tokenizer(), slots=1, strict=True), [request._replace(rate=None)])
+        assert (writing.prompt, writing.steps) == (alone.prompt, alone.steps)
     model.set_rate(None)
     fanouts = [routed(writing) for writing in found[1:]]
     assert fanouts[0] == 0 < fanouts[1] < fanouts[2] < fanouts[3] == 4 * 2  # experts in each of two layers
@@ -77,10 +67,8 @@ def test_requests_at_different_rates_share_a_batch_with_the_results_of_each_alon
 
 def test_a_row_takes_the_rate_of_the_request_that_it_serves_now() -> None:
     model = small_model()
-    engine = Engine(model, small_tokenizer(), slots=1)
-    first, second = (engine.add(Request(PROMPT, 6, 0.0, record=True, rate=rate)) for rate in (0, None))
-    while engine.busy:
-        engine.step()
+    requests = [Request(PROMPT, 6, 0.0, record=True, rate=rate) for rate in (0, None)]
+    first, second = run(Engine(model, small_tokenizer(), slots=1), requests)
     assert routed(first) == 0
     steps = list(generate(model, small_tokenizer(), PROMPT, max_tokens=6, temperature=0, record=True))
     assert second.steps == steps
