@@ -10,7 +10,7 @@ from expert_threshold.kernels.cpu import build
 
 @pytest.fixture
 def by_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode as on a machine without a compiler."""
+    """Decode as if the machine had no compiler."""
     monkeypatch.setattr(decoder, "library", lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""Slots that copy, and rules that look at earlier tokens, ours and others, in a forward, with a cache and decoded."""
+"""Rules with copying slots or that depend on earlier tokens: the full forward, the cache and the decoder agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from expert_threshold.testing import check_rule
 
 
 class Nothing(NamedTuple):
-    """A rule's state that has no field."""
+    """A rule's state without fields."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def test_cached_and_decoded_logits_are_those_of_the_whole_forward(rule: Rule) ->
     rest = model(tokens[[1, 0, 1], 9:], cache=copies.copies([1, 0, 1], 24)).logits
     torch.testing.assert_close(rest, expected[[1, 0, 1], 9:])
     decoder = Decoder(model, 3, 24)
-    for row in (0, 2):  # the row between them is open and has no token
+    for row in (0, 2):  # row 1 is open but has no tokens
         decoder.open(row)
     decoder.open(1)
     for row in (0, 2):

@@ -53,7 +53,7 @@ def text_of(steps: Iterable[Step]) -> str:
 
 
 class Recorder(Engine):
-    """Keeps the logits that each request's tokens were chosen by."""
+    """Records the logits from which each request's tokens were chosen."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         super().__init__(model, tokenizer, slots=9, strict=True)

@@ -1,4 +1,4 @@
-"""The decoder equals the model's own forward, whatever shares its batch."""
+"""The decoder equals the model's full forward, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def full(model: GPT, tokens: list[int]) -> Any:
 def test_logits_and_routing_of_a_sequence_equal_the_full_forward(
     rule: Rule | None, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both forwards, the model's with a cache and the kernel's, for every option of the model."""
+    """Covers `GPT.forward` with a cache and the kernel, for every option of the model."""
     monkeypatch.setattr(decoder, "PREFILL", 16)
-    by_number = isinstance(getattr(rule, "pool", None), int)  # which decides in training alone, and fits no batch here
+    by_number = isinstance(getattr(rule, "pool", None), int)  # only used in training, and fits no batch here
     model = small_model(rule, **({"layers": 2, "steps": 0 if by_number else 2} | changes))
     for _, moe in model.moe_layers():
         if "bias" in moe.router.state._fields:
@@ -172,7 +172,7 @@ def test_a_row_holds_no_more_than_its_capacity() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("adapted", ["a hook", "a hook of a router", "a subclass", "a parametrization"])
 def test_adapters_and_hooks_act_while_decoding(adapted: str) -> None:
-    """Decoders copied weights alone, so adapters were silently ignored."""
+    """Regression: decoders copied only the weights, so adapters were silently ignored."""
     model = small_model(RULES["expert_threshold"])
     before, value = full(model, tokens_of(20)).logits, model.blocks[1].attention.value
     match adapted:

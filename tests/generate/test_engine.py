@@ -28,7 +28,7 @@ with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 class Script:
-    """Stands in for a decoder: says the tokens it is given, one after another, whatever it hears."""
+    """A stand-in for a decoder that generates the given tokens, whatever it reads."""
 
     def __init__(self, vocab_size: int, tokens: list[int]) -> None:
         self.rows, self.capacity = 1, 10_000
@@ -47,7 +47,7 @@ class Script:
 
 
 def say(tokenizer: Tokenizer, tokens: list[int], **options: Any) -> list[Step]:
-    """The steps of a model that says these tokens."""
+    """Return the steps of a model that generates these tokens."""
     config = GPTConfig.preset("tiny", vocab_size=tokenizer.vocab_size, context=10_000)
     model = types.SimpleNamespace(config=config, check_rate=lambda rate: None)
     with mock.patch.object(engine, "Decoder", return_value=Script(tokenizer.vocab_size, tokens)):
@@ -143,7 +143,7 @@ def test_prompt_and_continuation_fill_the_context_and_no_more(tokenizer: Tokeniz
 def test_streamed_pieces_make_the_whole_text_and_break_no_character(
     tokenizer: Tokenizer, said: bytes | list[int]
 ) -> None:
-    """Ids below 256 are bytes: a character comes in as many tokens as it has bytes."""
+    """Ids below 256 are bytes, so a character has as many tokens as bytes."""
     pieces = [step.text for step in say(tokenizer, list(said), stop_at_document_end=False)]
     whole = tokenizer.decode(list(said))
     assert "".join(pieces) == whole

@@ -1,4 +1,4 @@
-"""The decoder's kernel against torch's operations, at sizes that fill no vector, and its bits against its own."""
+"""Compares the decoder's kernel with torch's operations, at sizes that fill no vector, and bit by bit with itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROWS = 7
 
 
 def filled(model: GPT, rows: range = range(ROWS)) -> Decoder:
-    """A decoder with another prompt in each row."""
+    """Return a decoder with a different prompt in each row."""
     decoder = Decoder(model, ROWS, 40)
     for row in rows:
         decoder.open(row)
@@ -78,7 +78,7 @@ def test_of_equal_scores_the_first_are_chosen_and_none_exceeds_an_equal_cutoff(r
 @needs_kernel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_bfloat16_decoding_errs_by_no_more_than_its_rounding(options: dict[str, Any]) -> None:
-    """Torch's operations, which round activations too, are not. Every expert is taken, so that no rounding decides."""
+    """Unlike torch, the kernel does not round activations. Every expert is chosen, so that rounding decides nothing."""
     model = small_model(TokenChoice(4, 4), **options)
     exact = [decoded.logits for decoded in steps(filled(model))]
     model.compute_dtype = torch.bfloat16
@@ -199,7 +199,7 @@ def test_a_decoder_that_is_gone_leaves_nothing_in_cpp(monkeypatch: pytest.Monkey
 
 @needs_kernel
 def test_weights_of_another_dtype_than_the_cache_are_refused() -> None:
-    """They were read as if they were of the cache's."""
+    """Regression: they were read as if they had the cache's dtype."""
     embed, cos, cache = torch.zeros(5, 32), torch.zeros(8, 16), torch.zeros(1, 1, 8, 2, 1, 32).bfloat16()
     last = torch.zeros(1, 0).bfloat16()
     none: dict[str, Any] = {"smear_gate": None, "smear": 0.0, "backout": 0.0, "qk_scale": 1.0, "offset_from": 1}

@@ -1,4 +1,4 @@
-"""The compute dial: rates of a whole model, of one request among others, and what has none."""
+"""Rates of a whole model and of single requests in a batch, and models without rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server in a thread of the test, on a port that is free."""
+"""A server that runs in a thread of the test process, on a free port."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from expert_threshold.serve.server import Service, create_app
 from expert_threshold.serve.worker import Limits, Worker
 
 PATIENCE = 60
-"""Seconds until a test that waits for something fails; nothing here takes one."""
+"""Seconds after which a waiting test fails. Nothing here takes longer than one."""
 
 
 class Held(Engine):
-    """Makes no step while `open` is not set, but for the first `free` ones."""
+    """An engine that makes only `free` steps until `open` is set."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -37,15 +37,15 @@ class Held(Engine):
         if self.open.is_set() or self.free:
             self.free -= bool(self.free)
             return super().step()
-        time.sleep(0.001)  # orders are followed meanwhile
+        time.sleep(0.001)  # the worker runs commands in the meantime
         return []
 
 
 class Running(uvicorn.Server):
-    """Says when it listens."""
+    """A server that sets `listening` once it accepts connections."""
 
     def __init__(self, app: Starlette) -> None:
-        with mock.patch.object(uvicorn.Config, "configure_logging"):  # which is for all of the process
+        with mock.patch.object(uvicorn.Config, "configure_logging"):  # it would configure the whole process
             super().__init__(configure(app, grace=1))
         self.listening = threading.Event()
 
@@ -61,7 +61,7 @@ class Running(uvicorn.Server):
 
 @contextlib.contextmanager
 def running(app: Starlette, sockets: Any) -> Iterator[Running]:
-    """A server in a thread, which ends with the context."""
+    """Run a server in a thread until the context ends."""
     server = Running(app)
     thread = threading.Thread(target=server.run, args=(sockets,))
     thread.start()
@@ -95,7 +95,7 @@ class Served:
 def served(
     model: GPT | None = None, *, limits: Limits | None = None, held: bool = False, engine: Any = None, **options: Any
 ) -> Iterator[Served]:
-    """A small model as "small". engine: options of the engine; options: of the app."""
+    """Serve a model as "small". engine: the options of the engine. options: the options of the app."""
     kind = Held if held else Engine
     app = create_app(
         kind(model or small_model(), small_tokenizer(), **(engine or {})), "small", limits=limits, **options
@@ -122,7 +122,7 @@ def connect(server: Any) -> http.client.HTTPConnection:
 
 
 def ask(server: Any, path: str, body: Any = None, method: str | None = None, **headers: Any) -> Reply:
-    """Return the reply to GET, or to POST of an object or of bytes as they are. headers: with _ for -."""
+    """Send GET, or POST if there is a body, which is JSON unless it is bytes. headers: names with _ instead of -."""
     connection, headers = connect(server), {name.replace("_", "-"): value for name, value in headers.items()}
     if body is not None:
         headers = {"Content-Type": "application/json"} | headers
@@ -135,13 +135,13 @@ def ask(server: Any, path: str, body: Any = None, method: str | None = None, **h
 
 
 def hung(served: Served) -> int:
-    """Connections that have sent no whole request for a while."""
+    """Return the number of connections that count as unfinished."""
     protocol: Any = served.server.config.http_protocol_class
     return sum(map(len, list(protocol.hanging.values())))
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
+    """Wait until another thread makes a condition true."""
     end = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < end, "waited in vain"

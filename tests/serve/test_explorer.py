@@ -34,7 +34,7 @@ def explored(model: GPT, name: str = "small") -> Explored:
 
 
 def read(server: Served, **content: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The run's facts and the tokens of /explorer/read."""
+    """Return the run's description and the tokens from /explorer/read."""
     reply = ask(server, "/explorer/read", {"run": "small", "text": TEXT} | content)
     assert reply.status == 200, reply
     events = [json.loads(event.removeprefix("data: ")) for event in reply.text.split("\n\n") if event]

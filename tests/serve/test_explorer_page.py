@@ -82,7 +82,7 @@ def announce(page: Page, field: str, event: str = "input") -> None:
 
 
 def chosen(page: Page) -> list[int]:
-    """The place of the open token in each panel."""
+    """Return the index of the open token in each panel."""
     found: list[int] = page.run("[...document.querySelectorAll('[aria-selected=true]')].map((t) => +t.dataset.index)")
     return found
 

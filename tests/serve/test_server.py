@@ -145,7 +145,7 @@ NINE = [{"prompt": prompt, "max_tokens": 20 + i, "temperature": 0, "logprobs": 3
 
 
 def choices(server: Served, together: bool) -> list[dict[str, Any]]:
-    """The text and the exact logprobs of each request."""
+    """Return the text and the exact logprobs of each request."""
     with ThreadPoolExecutor(len(NINE) if together else 1) as pool:
         answers = list(pool.map(lambda fields: complete(server, **fields), NINE))
     return [json.loads(answer.text)["choices"][0] for answer in answers]
@@ -244,7 +244,7 @@ BODY = b"POST /v1/completions HTTP/1.1\r\nHost: small\r\nContent-Type: applicati
 
 
 def begin(server: Served, data: bytes) -> socket.socket:
-    """A connection that has sent this much."""
+    """Return a connection on which these bytes were sent."""
     begun = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE)
     begun.sendall(data)
     return begun
