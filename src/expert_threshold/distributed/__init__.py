@@ -1,6 +1,6 @@
-"""Trains on several ranks, with rendezvous, process groups and sharded optimizers, but not expert-parallel dispatch.
+"""Trains on several ranks: rendezvous, process groups and sharded optimizers. Expert-parallel dispatch is in `moe`.
 
-Each rank is a process with one device. Models and optimizers do not depend on this package, which is applied to them.
+Each rank is a process with one device. Models and optimizers do not depend on this package; it is applied to them.
 """
 
 from .mesh import LocalBatch, Parallel, Status, competes_on_rank, local_batch, mesh_sizes, process_groups
@@ -9,20 +9,7 @@ from .parallelize import parallelize
 from .rendezvous import INTERRUPTED, Failure, Rendezvous, from_main, is_lost_rank, launch
 
 __all__ = [
-    "INTERRUPTED",
-    "Failure",
-    "LocalBatch",
-    "OptimizerShards",
-    "Parallel",
-    "Rendezvous",
-    "Slice",
-    "Status",
-    "competes_on_rank",
-    "from_main",
-    "is_lost_rank",
-    "launch",
-    "local_batch",
-    "mesh_sizes",
-    "parallelize",
+    "INTERRUPTED", "Failure", "LocalBatch", "OptimizerShards", "Parallel", "Rendezvous", "Slice", "Status",
+    "competes_on_rank", "from_main", "is_lost_rank", "launch", "local_batch", "mesh_sizes", "parallelize",
     "process_groups",
-]
+]  # fmt: skip

@@ -1,7 +1,7 @@
 """Optimizer shards for parameters that FSDP2's `fully_shard` has split over ranks.
 
 Stacks of matrices are split between matrices, and AdamW's parameters between rows, so each rank can step its own part.
-A single matrix is split between rows too, but Muon needs the whole matrix. The rank that owns the matrix therefore
+A single matrix is also split between rows, but Muon needs the whole matrix. The rank that owns the matrix therefore
 gathers the rows of its gradient and sends back the rows of its update. If Muon were applied to DTensors directly, every
 rank would all-gather and orthogonalize every matrix.
 """
@@ -19,7 +19,7 @@ from .optimizer_shards import LocalParameter, OptimizerShards, Slice
 
 
 def _weight(shard: LocalParameter) -> Tensor:
-    """Return this rank's rows, sharing memory with the parameter."""
+    """Return this rank's rows, which share memory with the parameter."""
     return _local(shard.parameter.detach())
 
 
@@ -37,8 +37,8 @@ def _local(tensor: Tensor) -> Tensor:
 class _Matrices:
     """Matrices of the same shape. The i-th matrix is owned by rank i % ranks.
 
-    updates: (matrices, out, in), for the matrices that this rank owns. They are zeros, which optimizers step instead of
-    the weights and so turn into the update. If `with_weights` is set, optimizers step copies of the weights.
+    updates: for the matrices that this rank owns, (matrices, out, in). Optimizers step these zeros instead of the
+    weights, which turns them into the updates. If `with_weights` is set, optimizers step copies of the weights instead.
     """
 
     def __init__(self, shards: list[LocalParameter], with_weights: bool) -> None:
@@ -46,10 +46,15 @@ class _Matrices:
         self.with_weights = with_weights
         self.group = shards[0].group
         self.rank, self.ranks = self.group.rank(), self.group.size()
-        self.rows = _rows(shards[0].slice.shape[0], self.ranks)
+        count, columns = shards[0].slice.shape
+        most = -(-count // self.ranks)  # DTensor makes equal chunks, of which the last may be smaller or empty
+        self.rows = [max(min(count - rank * most, most), 0) for rank in range(self.ranks)]  # of each rank
         self.by_owner = [shards[rank :: self.ranks] for rank in range(self.ranks)]
-        self.updates = _weight(shards[0]).new_zeros(len(self.by_owner[self.rank]), *shards[0].slice.shape)
-        self.waiting: set[str] = set()  # matrices that this step has not updated yet
+        self.updates = _weight(shards[0]).new_zeros(len(self.by_owner[self.rank]), count, columns)
+        # Shapes of what is exchanged with each rank: our rows of its matrices, and its rows of our matrices.
+        self._held = [torch.Size((len(its), self.rows[self.rank], columns)) for its in self.by_owner]
+        self._owned = [torch.Size((len(self.updates), rows, columns)) for rows in self.rows]
+        self.waiting: set[str] = set()  # matrices that have not been updated in this step yet
 
     def place(self, number: int) -> slice:
         """Return the position of matrix `number` in `updates`, or an empty slice if another rank owns it."""
@@ -57,54 +62,37 @@ class _Matrices:
         return slice(place, place + (number % self.ranks == self.rank))
 
     def gather(self) -> Tensor:
-        """Return the full gradients of the matrices that this rank owns, of shape (matrices, out, in)."""
+        """Return the full gradients of the matrices that this rank owns, (matrices, out, in)."""
         if self.with_weights:
             self.updates.copy_(self._gather(_weight))
         return self._gather(_gradient)
 
     def _gather(self, part: Callable[[LocalParameter], Tensor]) -> Tensor:
         """Return the full matrices that this rank owns, assembled from the rows on every rank."""
-        own = self.rows[self.rank]
-        columns = self.updates.shape[-1]
-        sizes = [own * columns * len(shards) for shards in self.by_owner]
         flat = torch.cat([part(shard).flatten() for shards in self.by_owner for shard in shards])
-        received = [rows * columns * len(self.updates) for rows in self.rows]
-        parts = self._exchange(flat, sizes, received)
-        return torch.cat(
-            [part.view(len(self.updates), rows, columns) for part, rows in zip(parts, self.rows, strict=True)], 1
-        )
+        return torch.cat(self._exchange(flat, self._held, self._owned), 1)
 
     def scatter(self) -> None:
         """Send the rows of each update to the ranks that hold them, and apply them to the weights there."""
-        columns = self.updates.shape[-1]
-        parts = self.updates.split(self.rows, dim=1)
-        own = self.rows[self.rank]
-        received = [own * columns * len(shards) for shards in self.by_owner]
-        back = self._exchange(torch.cat([part.flatten() for part in parts]), [part.numel() for part in parts], received)
-        for shards, part in zip(self.by_owner, back, strict=True):
-            for shard, update in zip(shards, part.view(len(shards), own, columns), strict=True):
-                if self.with_weights:
-                    _weight(shard).copy_(update)
-                else:
-                    _weight(shard).add_(update)
+        flat = torch.cat([part.flatten() for part in self.updates.split(self.rows, dim=1)])
+        put = Tensor.copy_ if self.with_weights else Tensor.add_
+        for shards, updates in zip(self.by_owner, self._exchange(flat, self._owned, self._held), strict=True):
+            for shard, update in zip(shards, updates, strict=True):
+                put(_weight(shard), update)
         self.updates.zero_()
 
-    def _exchange(self, flat: Tensor, sent: list[int], received: list[int]) -> list[Tensor]:
-        got = flat.new_empty(sum(received))
-        dist.all_to_all_single(got, flat, received, sent, group=self.group)
-        return list(got.split(received))
-
-
-def _rows(count: int, ranks: int) -> list[int]:
-    """Return each rank's number of rows. DTensor makes equal chunks, of which the last may be smaller or empty."""
-    most = -(-count // ranks)
-    return [max(min(count - rank * most, most), 0) for rank in range(ranks)]
+    def _exchange(self, flat: Tensor, sent: list[torch.Size], received: list[torch.Size]) -> list[Tensor]:
+        """Send a part of `flat` to each rank, and return the parts that the ranks send to this one, in rank order."""
+        sizes = [shape.numel() for shape in received]
+        got = flat.new_empty(sum(sizes))
+        dist.all_to_all_single(got, flat, sizes, [shape.numel() for shape in sent], group=self.group)
+        return [part.view(shape) for part, shape in zip(got.split(sizes), received, strict=True)]
 
 
 class FSDP(OptimizerShards):
     """Optimizer shards for ranks that each hold a part of every parameter.
 
-    with_weights: the update of a matrix depends not only on its gradients but also on its weights.
+    with_weights: the updates of matrices depend not only on gradients but also on weights.
     """
 
     def __init__(self, shards: Iterable[LocalParameter], with_weights: bool = False) -> None:

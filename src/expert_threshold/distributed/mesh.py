@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Status(NamedTuple):
-    """The status of one rank, with fields that are 0 or 1. After an all-reduce, each field is a number of ranks.
+    """The status of one rank, in which each field is 0 or 1. After an all-reduce, each field is a number of ranks.
 
     Ranks exchange their status at every step, so that all of them save, stop or fail at the same step.
     """
@@ -33,7 +33,7 @@ class Status(NamedTuple):
 
 @dataclass(frozen=True)
 class Parallel:
-    """The ranks that train one model, and this process among them. The default is a single process without groups.
+    """The ranks that train a model, including this process. By default, a single process without process groups.
 
     Every rank sees different data. A layer's experts are split over the `ep` dimension of the mesh (dp, ep).
     """
@@ -50,22 +50,22 @@ class Parallel:
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that prints and writes what all ranks have in common."""
+        """True on the rank that prints, and that writes what all ranks have in common."""
         return self.rank == 0
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """Return the main rank's `make()` on every rank. See `Rendezvous.from_main`."""
+        """Return the main rank's `make()` on every rank; see `Rendezvous.from_main`."""
         return from_main(self.rendezvous, make)
 
     def all_reduce(self, status: Status) -> Status:
-        """Return the sum of all ranks' statuses."""
+        """Return the sum of the statuses of all ranks."""
         total = torch.tensor(status, device=self.device)
         dist.all_reduce(total, group=self.world)
         return Status(*total.tolist())
 
     @property
     def ep(self) -> dist.ProcessGroup | None:
-        """The ranks among which a layer's experts are split, or None if every rank holds all experts."""
+        """The ranks over which a layer's experts are split, or None if every rank holds all experts."""
         return None if self.mesh is None or self.mesh[EP].size() == 1 else self.mesh.get_group(EP)
 
     @property
@@ -77,8 +77,8 @@ class Parallel:
 class LocalBatch(NamedTuple):
     """One rank's part of an optimizer step, which consists of `accumulation` micro-batches of `batch_size` sequences.
 
-    ranks: number of ranks that share each micro-batch. joint_mean: the loss is the mean over the targets of all these
-    ranks; otherwise, each rank's part counts as a separate micro-batch.
+    ranks: number of ranks that share each micro-batch. joint_mean: the loss is the mean over the targets of all of
+    these ranks. Otherwise, each rank's part counts as a separate micro-batch.
     """
 
     batch_size: int
@@ -100,9 +100,9 @@ def competes_on_rank(rule: Rule | None) -> bool:
 def local_batch(batch_size: int, accumulation: int, rule: Rule | None, ranks: int) -> LocalBatch:
     """Return each rank's part of `accumulation` micro-batches of `batch_size` sequences.
 
-    Ranks share the sequences of each micro-batch. This makes pools smaller if the rule's tokens compete within a rank.
+    Ranks share the sequences of each micro-batch, which makes pools smaller if the rule's tokens compete within a rank.
     With such a rule, each rank gets whole micro-batches instead if their number is divisible by the number of ranks.
-    Raises ValueError if the number of sequences is not divisible either.
+    Raises ValueError if ranks have to share sequences whose number is not divisible by the number of ranks.
     """
     alone = competes_on_rank(rule)
     if ranks == 1 or (alone and accumulation % ranks == 0):
@@ -148,46 +148,32 @@ def local_device(device: torch.device, local_rank: int, local_world_size: int) -
 def process_groups(
     rendezvous: Rendezvous | None, device: torch.device, *, expert_parallel: int = 1, shard: bool = False, timeout: int
 ) -> Iterator[Parallel]:
-    """Create the process groups of all ranks, which exist within the context. Without a rendezvous, create no groups.
+    """Create the process groups, which exist within the context. Without a rendezvous, yield a single process.
 
-    Collectives fail after `timeout` seconds without an answer. Raises ValueError if the mesh or the devices do not fit
-    the number of ranks.
+    Collectives fail after `timeout` seconds without a response. Raises ValueError if the mesh or the devices do not
+    match the number of ranks, or if the ranks cannot connect.
     """
     if rendezvous is None:
         mesh_sizes(1, expert_parallel)
         yield Parallel(device=device)
         return
     rendezvous.heartbeat_timeout = max(timeout, MIN_HEARTBEAT_TIMEOUT)
-    sizes = mesh_sizes(rendezvous.world_size, expert_parallel)
-    device = local_device(device, rendezvous.local_rank, rendezvous.local_world_size)
+    rank, ranks, local_ranks = rendezvous.rank, rendezvous.world_size, rendezvous.local_world_size
+    sizes = mesh_sizes(ranks, expert_parallel)
+    device = local_device(device, rendezvous.local_rank, local_ranks)
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        dist.init_process_group(
-            backend,
-            store=rendezvous.group_store,
-            rank=rendezvous.rank,
-            world_size=rendezvous.world_size,
-            timeout=timedelta(seconds=timeout),
-        )
+        patience = timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=rendezvous.group_store, rank=rank, world_size=ranks, timeout=patience)
     except RuntimeError as error:
         if is_lost_rank(error):
             raise
         raise ValueError(f"this rank cannot connect to the others: {' '.join(str(error).split())}") from error
-    flat = init_device_mesh(device.type, (rendezvous.world_size,), mesh_dim_names=("all",))
+    flat = init_device_mesh(device.type, (ranks,), mesh_dim_names=("all",))
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(DP, EP))
-    yield Parallel(
-        rendezvous.rank,
-        rendezvous.world_size,
-        rendezvous.local_world_size,
-        device,
-        dist.group.WORLD,
-        flat,
-        mesh,
-        rendezvous,
-        shard,
-    )
-    # Not in a `finally`, because after an error, other ranks may be waiting for this one, and only its exit stops them.
+    yield Parallel(rank, ranks, local_ranks, device, dist.group.WORLD, flat, mesh, rendezvous, shard)
+    # Not in a `finally`: after an error, other ranks may be waiting for this one, and only its exit stops them.
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Defines which shards of a model one rank's optimizers step, and the communication before and after a step."""
+"""Defines which shards of a model a rank's optimizers step, and what is communicated before and after a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Slice(NamedTuple):
-    """A rank's part of a full tensor: indices `start` to `stop` of the first dimension."""
+    """A rank's part of a full tensor: indices `start` to `stop` along the first dimension."""
 
     start: int
     stop: int
@@ -26,7 +26,7 @@ class Slice(NamedTuple):
 
 
 class LocalParameter(NamedTuple):
-    """The part of a parameter that this rank holds. by_row: the optimizer steps each row independently."""
+    """The part of a parameter that this rank holds. by_row: the optimizer updates each row independently."""
 
     name: str
     parameter: nn.Parameter
@@ -39,7 +39,8 @@ class OptimizerShards:
     """The shards that this rank's optimizers step. The base class is for a single process, which steps all parameters.
 
     parameters: the shards, keyed by name, each of shape (rows, …) with zero or more rows. slices: their positions in
-    the full parameters. The methods after `owned_weights` are called in this order in every optimizer step.
+    the full parameters. In every optimizer step, the methods after `owned_weights` are called in the order in which
+    they are defined; `gather_updated` may be called several times.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -51,13 +52,13 @@ class OptimizerShards:
         return {name: (tensor, self.slices[name]) for name, tensor in self.parameters.items()}
 
     def begin_last_backward(self) -> None:
-        """Announce the last backward pass of the step. Gradients may be reduced as soon as it completes them."""
+        """Announce the last backward pass of the step, during which gradients may be reduced once they are complete."""
 
     def reduce_gradients(self) -> None:
         """Set the gradient of each shard in `parameters`, summed over all ranks."""
 
     def gather_updated(self, names: Collection[str]) -> None:
-        """Start sending the named parameters, which have just been stepped, to all ranks that hold them."""
+        """Start sending the named parameters, which have just been updated, to all ranks that hold them."""
 
     def finish_step(self) -> None:
         """Wait until the parameters are updated on all ranks, and clear their gradients."""

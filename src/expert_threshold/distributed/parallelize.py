@@ -19,7 +19,7 @@ from .zero1 import ZeRO1
 def parallelize(model: GPT, optim: OptimConfig, parallel: Parallel) -> OptimizerShards:
     """Distribute the model over the ranks, and return the shards that this rank's optimizers step.
 
-    All ranks must call this, with equal weights on their devices.
+    All ranks must call this with equal weights, which must already be on their devices.
     """
     if parallel.world is None:
         return OptimizerShards(dict(model.named_parameters()))
@@ -35,7 +35,7 @@ def parallelize(model: GPT, optim: OptimConfig, parallel: Parallel) -> Optimizer
         LocalParameter(
             name,
             parameter,
-            # The optimizer steps the rows of a stack independently, but Muon steps a matrix as a whole.
+            # Optimizers update the rows of a stack independently, but Muon updates a matrix as a whole.
             parameter.ndim > 2 or not moves_matrices(name, parameter, optim),
             *_place(rows[name], parameter.shape, parallel, name in split),
         )
@@ -51,8 +51,8 @@ def parallelize(model: GPT, optim: OptimConfig, parallel: Parallel) -> Optimizer
 def _place(rows: int, shape: torch.Size, parallel: Parallel, split: bool) -> tuple[Slice, dist.ProcessGroup]:
     """Return this rank's slice of a full parameter, and the ranks that share it.
 
-    rows: this rank's number of rows before `fully_shard`, which splits them into equal chunks, except that the last
-    ones may be smaller or empty. split: the parameter belongs to experts that are split over ranks.
+    rows: this rank's number of rows before `fully_shard`, which splits them into equal chunks, of which the last ones
+    may be smaller or empty. split: the parameter belongs to experts that are split over ranks.
     """
     assert parallel.world is not None
     group, first, count = parallel.world, 0, rows
@@ -70,8 +70,8 @@ def _place(rows: int, shape: torch.Size, parallel: Parallel, split: bool) -> tup
 def _fully_shard(model: GPT, parallel: Parallel) -> None:
     """Split parameters and gradients with FSDP2. Each block is gathered in the compute dtype during the previous one.
 
-    Routers, embeddings, the head and scalars stay in float32, because the model also uses them outside of matrix
-    multiplications in the compute dtype.
+    Routers, embeddings, the head and scalars stay in float32, because not all of the model's operations on them are
+    matrix multiplications in the compute dtype.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -1,8 +1,8 @@
-"""Launches ranks, and exchanges the main rank's values and all ranks' failures without collectives.
+"""Launches ranks, and shares the main rank's values and every rank's failures without collectives.
 
 Everything goes through the launcher's key-value store, which works before process groups exist and outlives every rank.
 torch's `broadcast_object_list` would unpickle what it receives, and would time out if the main rank worked for longer
-than `--train.timeout`. torchelastic's `@record` would print a traceback on every rank, although one line is enough.
+than `--train.timeout`. torchelastic's `@record` would print a traceback on every rank, where one line is enough.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ LOST = re.compile(
 
 
 class Failure(NamedTuple):
-    """A one-line reason why a rank exits, and its exit code."""
+    """The reason why a rank exits, in one line, and its exit code."""
 
     text: str
     code: int
-    is_own: bool = True  # False for a failure that another rank may have caused, such as an unanswered collective
+    is_own: bool = True  # False if another rank may have caused the failure, such as a collective that timed out
 
 
 class Rendezvous:
     """The ranks that were launched together, and their store. Values are sent as JSON, so nothing is unpickled.
 
-    store: a store for this start only. launch_store: a store that also survives restarts by the launcher, by default
+    store: a store for this start only. launch_store: a store whose keys survive restarts by the launcher. Defaults to
     `store`.
     """
 
@@ -74,14 +74,14 @@ class Rendezvous:
 
     @property
     def is_orphaned(self) -> bool:
-        """True once the launcher, and perhaps also its store, is gone."""
+        """True once torchrun's launcher, this rank's parent process, has exited. Always False with other launchers."""
         return self._launcher not in (None, os.getppid())
 
     @classmethod
     def from_env(cls) -> Rendezvous | None:
-        """Join the ranks that were launched together with this one. Return None for a single process.
+        """Join the ranks that were launched with this one. Return None for a single process.
 
-        torch's `is_torchelastic_launched` would miss launchers other than torchrun that set the same variables.
+        torch's `is_torchelastic_launched` would miss other launchers than torchrun that set the same variables.
         """
         if not (int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ):
             return None
@@ -92,7 +92,7 @@ class Rendezvous:
         return cls(this_start, rank, world_size, local_rank, local_world_size, store)
 
     def mark(self, key: str) -> None:
-        """Set a mark that ranks can see even after the launcher has restarted them."""
+        """Set a mark that stays visible to all ranks even after the launcher has restarted them."""
         self._launch_store.set(key, "")
 
     def is_marked(self, key: str) -> bool:
@@ -102,7 +102,7 @@ class Rendezvous:
     def from_main(self, make: Callable[[], Any]) -> Any:
         """Return the result of the main rank's `make()`, which must be a JSON value, on every rank.
 
-        All ranks must call this in the same order. `make` may take any amount of time, since the main rank sends
+        All ranks must make these calls in the same order. `make` may take any amount of time, since the main rank sends
         heartbeats while it runs. If it raises ValueError or OSError, every other rank raises ValueError with the same
         text. Raises DistError after `heartbeat_timeout` seconds without a heartbeat.
         """
@@ -124,9 +124,9 @@ class Rendezvous:
         return answer["value"]
 
     def require_equal(self, facts: Mapping[str, Any], remedy: str) -> None:
-        """Raise ValueError on every rank unless all ranks pass equal facts. The error names a rank and what differs.
+        """Raise ValueError on every rank unless all ranks pass equal facts: JSON values, keyed by name.
 
-        facts: JSON values, keyed by name.
+        The error names the first rank that differs from the main rank, and up to three facts that differ.
         """
         self._compared += 1
         key = f"facts/{self._compared}"
@@ -165,7 +165,7 @@ class Rendezvous:
             thread.join()
 
     def _wait_for(self, key: str, late: str = "rank 0 sent no heartbeat") -> None:
-        """Wait until another rank sets a key. Raises DistError with `late` as the reason after a timeout."""
+        """Wait until another rank has set the key. Raises DistError after a timeout, for which `late` is the reason."""
         pause, seen, since = 0.01, -1, time.monotonic()
         while not self._store.check([key]):
             heartbeats = 0 if self.rank == 0 else self._store.add("heartbeats", 0)
@@ -177,7 +177,7 @@ class Rendezvous:
             pause = min(2 * pause, 1.0)
 
     def report_failure(self, failure: Failure, remedy: str, say: Callable[[str], None]) -> int:
-        """Let exactly one rank report why this launch ends, and return the exit code.
+        """Report why this launch ends on exactly one rank, and return this rank's exit code.
 
         failure: this rank's failure. remedy: what to do about a lost rank. If the store is gone, every rank reports.
         """
@@ -200,7 +200,7 @@ class Rendezvous:
     def _failures(self) -> dict[int, Failure]:
         """Return the failures that ranks report in time, keyed by rank.
 
-        Ranks wait for each other's reports, since the launcher kills all others as soon as one rank exits.
+        Ranks wait for each other's reports because the launcher kills all others as soon as one rank exits.
         """
         end = time.monotonic() + REPORT_TIMEOUT
         while True:
@@ -210,7 +210,7 @@ class Rendezvous:
             time.sleep(0.05)
 
     def _explain(self, alive: Mapping[int, Failure], remedy: str) -> str:
-        """Return why the launch ends if no surviving rank has caused it."""
+        """Return the reason why the launch ends, provided that no surviving rank has caused it."""
         lost = [str(rank) for rank in range(self.world_size) if rank not in alive]
         names = f"{'ranks' if len(lost) > 1 else 'rank'} {', '.join(lost)} of {self.world_size}"
         texts = [(rank, failure.text) for rank, failure in alive.items() if failure.text != INTERRUPTED]
@@ -229,10 +229,10 @@ def _shown(facts: Mapping[str, Any], name: str) -> str:
 
 
 def _name_of_start(store: Store, rank: int, world_size: int) -> str:
-    """Agree on a name for this start that is the same on all ranks and differs after every restart.
+    """Return a name for this start, which is the same on all ranks and differs after every restart.
 
     The launcher's store keeps keys from earlier starts, including the addresses of dead processes, and the launcher's
-    restart count differs between nodes. The main rank therefore sends a new name to each rank of this start.
+    restart count can differ between nodes. The main rank therefore sends a new name to each rank of this start.
     """
     mine = uuid.uuid4().hex
     if rank > 0:
@@ -244,7 +244,7 @@ def _name_of_start(store: Store, rank: int, world_size: int) -> str:
     end = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     while store.add(f"joined/{mine}", 0) < world_size - 1:
         for other in range(1, world_size):
-            if store.check([f"hello/{other}"]):  # if the key is from an earlier start, no rank reads the answer
+            if store.check([f"hello/{other}"]):  # if this key is from an earlier start, no rank reads the answer
                 store.set(f"start/{store.get(f'hello/{other}').decode()}", mine)
         if time.monotonic() > end:
             raise ValueError(f"not all of the {world_size} ranks started within {JOIN_TIMEOUT}; start them again")
@@ -258,7 +258,7 @@ def from_main(rendezvous: Rendezvous | None, make: Callable[[], Any]) -> Any:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Return True for an error that a collective raises because another rank has exited or does not answer."""
+    """Return True for an error that a collective raises if another rank has exited or does not respond."""
     lost = DistNetworkError | DistStoreError
     return isinstance(error, lost) or (isinstance(error, RuntimeError) and bool(LOST.search(str(error))))
 
@@ -266,7 +266,7 @@ def is_lost_rank(error: BaseException) -> bool:
 def launch(arguments: Sequence[str], processes: int) -> int:
     """Run Python with these arguments in several local processes, and return the exit code.
 
-    This uses torchrun's launcher, which forwards signals and waits for the ranks.
+    torchrun's launcher, which runs in this process, forwards signals and waits for the ranks.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

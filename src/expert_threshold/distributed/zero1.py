@@ -1,10 +1,10 @@
-"""ZeRO-1: every rank has all parameters and gradients; each rank's optimizers step the rows that it owns.
+"""ZeRO-1: every rank holds all parameters and gradients, but its optimizers only step the rows that it owns.
 
 The gradients of a bucket are reduce-scattered to their owners while backward is still computing other gradients. Each
 owner steps its rows with ordinary single-process optimizers, and the rows are all-gathered while the next ones are
-stepped. A row is what an optimizer steps independently: a matrix with Muon, a vector with AdamW. torch's
+stepped. A row is what an optimizer updates independently: a matrix in Muon, a vector in AdamW. torch's
 `ZeroRedundancyOptimizer` assigns whole parameters to ranks, so it cannot divide a stack of experts. It also broadcasts
-only after the whole step, and requires that DDP reduces every gradient to every rank first.
+only after the whole step, and requires DDP to reduce every gradient to every rank first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def _rows(replica: LocalParameter) -> Tensor:
-    """Return a view of shape (rows, …), in which a matrix that is stepped as a whole is a single row."""
+    """Return a view of shape (rows, …), in which a matrix that is updated as a whole is a single row."""
     data = replica.parameter.data
     return data if replica.by_row else data[None]
 
 
 class _Bucket:
-    """Parameters whose rows have the same shape. They and their gradients are views of two buffers of the bucket.
+    """Parameters whose rows have the same shape. They and their gradients are views of the bucket's two buffers.
 
     Rank i of the group owns the i-th run of rows. All runs have the same length; the last ones are padded with zeros.
     """
@@ -47,7 +47,7 @@ class _Bucket:
         self.mine = slice(rank * run, (rank + 1) * run)
         self.my_gradients = torch.zeros_like(self.weights[self.mine])
         self.work: dist.Work | None = None
-        self.waiting: set[str] = set()  # parameters that this step has not updated yet
+        self.waiting: set[str] = set()  # parameters that have not been updated in this step yet
         self.owned: dict[str, slice] = {}  # this rank's rows, as indices of the buffers
         self.slices: dict[str, Slice] = {}
         begin = 0
@@ -74,7 +74,7 @@ class _Bucket:
 
 
 def _slice(replica: LocalParameter, start: int, stop: int) -> Slice:
-    """Return the slice of the full parameter that corresponds to rows `start` to `stop` of the replica."""
+    """Return the slice of the full parameter that rows `start` to `stop` of the replica represent."""
     if not replica.by_row:
         return Slice(0, len(replica.parameter) if start < stop else 0, replica.slice.shape)
     return Slice(replica.slice.start + start, replica.slice.start + stop, replica.slice.shape)
@@ -83,7 +83,8 @@ def _slice(replica: LocalParameter, start: int, stop: int) -> Slice:
 class ZeRO1(OptimizerShards):
     """Optimizer shards for replicated parameters. Split experts are sharded over the ranks that hold the same experts.
 
-    The parameters become views of buffers, so they must already be on their device, and nothing may refer to them yet.
+    The data of parameters is moved into buffers, so they must already be on their device, and no other tensor may share
+    memory with them.
     """
 
     def __init__(self, replicas: Iterable[LocalParameter]) -> None:
@@ -105,7 +106,7 @@ class ZeRO1(OptimizerShards):
         self._missing = [len(bucket.replicas) for bucket in self.buckets]
 
     def _on_gradient(self, number: int) -> None:
-        """Reduce the buckets that are complete, in the same order on every rank."""
+        """Reduce the buckets whose gradients are complete, in the same order on every rank."""
         if not self._is_last_backward:
             return
         self._missing[number] -= 1
@@ -114,7 +115,7 @@ class ZeRO1(OptimizerShards):
             self._reduced += 1
 
     def reduce_gradients(self) -> None:
-        for bucket in self.buckets[self._reduced :]:  # buckets held back by parameters without a gradient
+        for bucket in self.buckets[self._reduced :]:  # held back by parameters without a gradient
             bucket.reduce()
         self._is_last_backward, self._reduced = False, 0
         for bucket in self.buckets:
@@ -140,16 +141,16 @@ class ZeRO1(OptimizerShards):
 
 def _filled(replicas: Iterable[LocalParameter]) -> list[list[LocalParameter]]:
     """Group replicas into buckets, in the order in which backward completes them, which is roughly last to first."""
-    closed: list[list[tuple[int, LocalParameter]]] = []
-    filling: dict[object, list[tuple[int, LocalParameter]]] = {}
-    for entry in enumerate(reversed(list(replicas))):
-        replica = entry[1]
+    backward = list(replicas)[::-1]
+    closed: list[list[LocalParameter]] = []
+    filling: dict[object, list[LocalParameter]] = {}
+    for replica in backward:
         kind = (_rows(replica).shape[1:], replica.parameter.dtype, replica.group)
         bucket = filling.setdefault(kind, [])
-        bucket.append(entry)
-        size = sum(other.parameter.nbytes for _, other in bucket)
-        even = sum(len(_rows(other)) for _, other in bucket) % replica.group.size() == 0
+        bucket.append(replica)
+        size = sum(other.parameter.nbytes for other in bucket)
+        even = sum(len(_rows(other)) for other in bucket) % replica.group.size() == 0
         if size >= BUCKET_BYTES and (even or size >= 4 * BUCKET_BYTES):
             closed.append(filling.pop(kind))
-    closed += filling.values()
-    return [[replica for _, replica in bucket] for bucket in sorted(closed, key=lambda bucket: bucket[-1][0])]
+    position = {replica.name: number for number, replica in enumerate(backward)}
+    return sorted([*closed, *filling.values()], key=lambda bucket: position[bucket[-1].name])

@@ -1,4 +1,4 @@
-"""Optimizers and their schedules: Muon for matrices, and AdamW for the embedding and the head."""
+"""Provides optimizers and their schedules: Muon for matrices, and AdamW for the embedding and the head."""
 
 from .adamw import AdamW
 from .config import NANOCHAT, RELEASE, TUNED, OptimConfig
@@ -6,17 +6,6 @@ from .groups import Group, Optimizers, make_optimizers, moves_matrices, reads_we
 from .muon import Muon, fast_dtype, orthogonalize
 
 __all__ = [
-    "NANOCHAT",
-    "RELEASE",
-    "TUNED",
-    "AdamW",
-    "Group",
-    "Muon",
-    "OptimConfig",
-    "Optimizers",
-    "fast_dtype",
-    "make_optimizers",
-    "moves_matrices",
-    "orthogonalize",
-    "reads_weights",
-]
+    "NANOCHAT", "RELEASE", "TUNED", "AdamW", "Group", "Muon", "OptimConfig", "Optimizers", "fast_dtype",
+    "make_optimizers", "moves_matrices", "orthogonalize", "reads_weights",
+]  # fmt: skip

@@ -8,10 +8,10 @@ from torch.optim.optimizer import ParamsT
 
 
 class AdamW(torch.optim.AdamW):
-    """Adam with bias correction, in torch's fused kernel, which is the fastest on CPUs and GPUs.
+    """Adam with bias correction, using torch's fused kernel, which is the fastest on CPUs and GPUs.
 
-    weight_decay: subtract lr · weight_decay · W before the update; it is off by default, unlike in torch. The defaults
-    are the paper's. The step count of a parameter only includes steps in which it had a gradient.
+    The defaults are the paper's. weight_decay: subtracts lr · weight_decay · W before the update. Unlike in torch, it
+    is off by default. A parameter's step count only includes steps in which it had a gradient.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
 """Assigns optimizers, learning rates and schedules to parameters (the paper's appendix, Training Setup Details).
 
-To add an optimizer, write a `torch.optim.Optimizer` with a method `initial_state`, add a row to OPTIMIZERS, and assign
-parameters to it in GROUPS.
+To add an optimizer, write a `torch.optim.Optimizer` with a method `initial_state`, add an entry to OPTIMIZERS, and
+assign parameters to it in GROUPS.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,9 +27,9 @@ NORMUON_BETA = 0.9
 
 
 def falling(progress: float, steps: int, end: float, cooldown: float) -> float:
-    """Return the fraction of the peak at `progress` of `steps`, which is 1 and falls linearly to `end` in the cooldown.
+    """Return the fraction of the peak at `progress` of `steps`: 1 until the cooldown, then a linear decay to `end`.
 
-    cooldown: the share of the steps that belong to the cooldown; 1 is the paper's schedule.
+    cooldown: the length of the cooldown as a share of the steps; 1 is the paper's schedule.
     """
     if cooldown == 1:
         return 1 + (end - 1) * progress / steps  # as below, up to rounding
@@ -37,14 +37,14 @@ def falling(progress: float, steps: int, end: float, cooldown: float) -> float:
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """Return (step + 1) / warmup_steps, capped at 1; the first step is not zero."""
+    """Return (step + 1) / warmup_steps, but at most 1. It is above 0 even at step 0."""
     return min(1.0, (step + 1) / max(1, warmup_steps))
 
 
 def momentum_at(step: int, progress: float, steps: int, config: OptimConfig) -> float:
-    """Return Muon's momentum, which rises linearly from MOMENTUM_START at step 0 to momentum at momentum_warmup_steps.
+    """Return Muon's momentum, which rises linearly from MOMENTUM_START to `momentum` over `momentum_warmup_steps`.
 
-    With momentum_end, it then approaches that value in proportion to the fall of the learning rates.
+    If `momentum_end` is set, the momentum then approaches it in proportion to the decay of the learning rates.
     """
     risen = min(1.0, step / config.momentum_warmup_steps) if config.momentum_warmup_steps else 1.0
     momentum = (1 - risen) * MOMENTUM_START + risen * config.momentum
@@ -55,7 +55,7 @@ def momentum_at(step: int, progress: float, steps: int, config: OptimConfig) -> 
 
 
 def weight_decay_at(progress: float, steps: int, config: OptimConfig) -> float:
-    """Return the weight decay at `progress` of `steps`: half a cosine from the configured value to 0."""
+    """Return the weight decay at `progress` of `steps`, which follows half a cosine from the configured value to 0."""
     return config.weight_decay * (1 + math.cos(math.pi * progress / steps)) / 2
 
 
@@ -69,18 +69,18 @@ class Optimizer(Protocol):
     state: defaultdict[Tensor, Any]
 
     def step(self) -> float | None:
-        """Update every parameter that has a gradient, with the options in `param_groups`."""
+        """Update every parameter that has a gradient, using the options in `param_groups`."""
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state before its first step.
 
-        Its tensors are scalars or have the shape of the parameter, except that some sizes may be 1. Tensors that are
-        not scalars are sharded over ranks like the parameter.
+        Its tensors are scalars, or have the parameter's shape with some sizes possibly reduced to 1. Those that are not
+        scalars are sharded over ranks like the parameter.
         """
 
 
 class OptimizerSpec(NamedTuple):
-    """An optimizer, and how a run uses it."""
+    """An optimizer and the way in which a run uses it."""
 
     make: Callable[[list[dict[str, Any]], OptimConfig], Optimizer]  # from groups of named parameters
     whole_matrices: bool  # True if an update needs full matrices; otherwise, it is elementwise
@@ -90,7 +90,7 @@ class OptimizerSpec(NamedTuple):
     options: Callable[[int, float, int, OptimConfig], dict[str, Any]]
 
 
-OPTIMIZERS: dict[str, OptimizerSpec] = {  # the fast one first: its updates are communicated while the slow one computes
+OPTIMIZERS: dict[str, OptimizerSpec] = {  # the fast one first, to communicate its updates while the slow one computes
     "adamw": OptimizerSpec(
         lambda params, config: AdamW(params, eps=config.eps),
         whole_matrices=False,
@@ -123,7 +123,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {  # the fast one first: its updates are 
 
 
 def _in_turns(group: dict[str, Any], period: int) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a group of named parameters that Muon updates in the same steps: experts by layer."""
+    """Split a group of named parameters into parts that Muon updates in the same steps: experts by layer."""
     parts: dict[int | None, list[tuple[str, Tensor]]] = {}
     for name, parameter in group["params"]:
         fields = name.split(".")
@@ -134,64 +134,51 @@ def _in_turns(group: dict[str, Any], period: int) -> Iterator[dict[str, Any]]:
 
 
 class GroupSpec(NamedTuple):
-    """A group of parameters, chosen by name and shape, and how it is optimized."""
+    """A group of parameters, and how it is optimized. names: names of parameters or of the modules around them."""
 
-    takes: Callable[[str, Tensor], bool]
+    names: Set[str]
     peak: Callable[[OptimConfig], float]  # learning rate, before λ
     optimizer: Callable[[OptimConfig], str] = lambda config: "adamw"
-    betas: tuple[float, float] = (0.8, 0.95)  # AdamW's in nanochat
-    weight_decay: float = 0.0  # AdamW's in nanochat
+    betas: tuple[float, float] = (0.8, 0.95)  # of AdamW in nanochat
+    weight_decay: float = 0.0  # of AdamW in nanochat
     scaled: bool = True  # by λ, if the optimizer's rates are; rates of scalars do not depend on the width
 
 
-def _named(*names: str) -> Callable[[str, Tensor], bool]:
-    """Return a predicate that holds for parameters with one of these names, or inside a module with one."""
-    return lambda name, parameter: not set(names).isdisjoint(name.split("."))
-
-
-GROUPS: dict[str, GroupSpec] = {  # a parameter belongs to the last group that matches it
-    "matrix": GroupSpec(
-        lambda name, parameter: parameter.ndim >= 2, lambda config: config.matrix_lr, lambda config: "muon"
-    ),
-    "expert": GroupSpec(
-        _named("experts"),
-        lambda config: config.matrix_lr if config.expert_lr is None else config.expert_lr,
-        lambda config: "muon",
-    ),
-    "embed": GroupSpec(_named("embed"), lambda config: config.embed_lr, betas=(0.8, 0.995), weight_decay=0.001),
+GROUPS: dict[str, GroupSpec] = {  # a parameter belongs to the last group that names it; other matrices are in `matrix`
+    "matrix": GroupSpec(set(), lambda config: config.matrix_lr, lambda config: "muon"),
+    "expert": GroupSpec({"experts"}, lambda config: config.expert_lr or config.matrix_lr, lambda config: "muon"),
+    "embed": GroupSpec({"embed"}, lambda config: config.embed_lr, betas=(0.8, 0.995), weight_decay=0.001),
     "value_embed": GroupSpec(
-        _named("value_embed"), lambda config: config.embed_lr / 2, betas=(0.8, 0.995), weight_decay=0.01
+        {"value_embed"}, lambda config: config.embed_lr / 2, betas=(0.8, 0.995), weight_decay=0.01
     ),
-    "head": GroupSpec(_named("head"), lambda config: config.head_lr, betas=(0.8, 0.96), weight_decay=0.01),
-    "residual": GroupSpec(_named("residual_scalars"), lambda config: 0.005, weight_decay=0.05, scaled=False),
-    "skip": GroupSpec(_named("skip_scalars"), lambda config: config.skip_lr, betas=(0.96, 0.95), scaled=False),
-    "smear": GroupSpec(_named("smear_gate", "smear_scalar", "backout_scalar"), lambda config: 0.2, scaled=False),
+    "head": GroupSpec({"head"}, lambda config: config.head_lr, betas=(0.8, 0.96), weight_decay=0.01),
+    "residual": GroupSpec({"residual_scalars"}, lambda config: 0.005, weight_decay=0.05, scaled=False),
+    "skip": GroupSpec({"skip_scalars"}, lambda config: config.skip_lr, betas=(0.96, 0.95), scaled=False),
+    "smear": GroupSpec({"smear_gate", "smear_scalar", "backout_scalar"}, lambda config: 0.2, scaled=False),
     "router": GroupSpec(
-        _named("router"),
-        lambda config: config.matrix_lr if config.router_lr is None else config.router_lr,
-        lambda config: config.router_optimizer,
+        {"router"}, lambda config: config.router_lr or config.matrix_lr, lambda config: config.router_optimizer
     ),
 }
 
 
 class Group(NamedTuple):
-    """Parameters that share an optimizer and a learning rate, whose peak in the schedule is `peak`, including λ."""
+    """Parameters that share a kind of optimizer and a learning rate, whose peak, including λ, is `peak`."""
 
     kind: str
     peak: float
     parameters: dict[str, Tensor]
-    optimizers: list[Optimizer]  # one per matrix shape; its updates are communicated while the next one computes
+    optimizers: list[Optimizer]  # one per matrix shape, so that one's updates are sent while the next one computes
 
 
 class OptimizerState(NamedTuple):
-    """The state from which a run resumes bit for bit: tensors, and scalars such as step counts, keyed by flat names."""
+    """A state from which a run resumes bit for bit: tensors, and scalars such as step counts, keyed by flat names."""
 
     tensors: dict[str, Tensor]
     counters: dict[str, float]
 
 
 class Optimizers:
-    """All optimizers of a model, which step together. Steps count from 0. groups: the non-empty groups of GROUPS."""
+    """All optimizers of a model, which step together. Steps count from 0. groups: the non-empty groups in GROUPS."""
 
     def __init__(self, groups: Mapping[str, Group], config: OptimConfig) -> None:
         self.groups = dict(groups)
@@ -209,7 +196,7 @@ class Optimizers:
     def learning_rates(self, step: int, steps: int, progress: float | None = None) -> dict[str, float]:
         """Return the learning rate of each group at `step` of `steps`, before Muon scales it by the shape of a matrix.
 
-        progress: the position in the schedule of `steps` steps, which defaults to `step`.
+        progress: the position in the schedule, from 0 to `steps`. Defaults to `step`.
         """
         progress = step if progress is None else progress
         assert 0 <= progress <= steps
@@ -230,7 +217,7 @@ class Optimizers:
         """Clip gradients if `clip` is set, then update every parameter that has a gradient, at `step` of `steps`.
 
         grad_norm: the gradient norm over all ranks, or None in a single process. moved: called with the names of
-        parameters as soon as they are updated. progress: as in `learning_rates`.
+        parameters as soon as they have been updated. progress: as in `learning_rates`.
         """
         if self.config.clip is not None:
             norm = self.grad_norm() if grad_norm is None else grad_norm
@@ -251,7 +238,7 @@ class Optimizers:
             parameter.grad = None
 
     def grad_norm(self) -> Tensor:
-        """Return the global Euclidean norm of the gradients, a scalar, which is 0 if there are no gradients."""
+        """Return the Euclidean norm of all gradients as a scalar tensor, which is 0 if there are no gradients."""
         return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def tensors(self) -> dict[str, Tensor]:
@@ -259,12 +246,12 @@ class Optimizers:
         return {name: tensor for name, tensor in self._state() if tensor.ndim}
 
     def state_dict(self) -> OptimizerState:
-        """Return the state, whose tensors are not copied."""
+        """Return the state without copying its tensors."""
         return OptimizerState(self.tensors(), {name: count.item() for name, count in self._state() if not count.ndim})
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], counters: Mapping[str, float]) -> None:
-        """Load a saved state. If an entry does not fit, raise ValueError with its name and change nothing."""
+        """Load a saved state. Raises ValueError, naming the entry, if one does not fit; nothing changes then."""
         mine = dict(self._state())
         saved = {name: torch.as_tensor(value) for name, value in {**tensors, **counters}.items()}
         remedy = "resume with the configuration of the saved run"
@@ -297,7 +284,7 @@ def _members(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 def make_optimizers(named_parameters: Iterable[tuple[str, Tensor]], config: OptimConfig, d_model: int) -> Optimizers:
     """Return Muon for matrices and stacks (…, out, in), AdamW for the embedding and the head, and either for routers.
 
-    Call it when the parameters are on their device. Raises ValueError if a parameter, such as a vector, fits no group.
+    The parameters must already be on their device. Raises ValueError if a parameter, such as a vector, fits no group.
     """
     members: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
     for name, parameter in named_parameters:
@@ -325,19 +312,21 @@ def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_mod
 
 
 def moves_matrices(name: str, parameter: Tensor, config: OptimConfig) -> bool:
-    """Return True if the parameter's optimizer needs full matrices, as Muon does, unlike AdamW."""
+    """Return True if the parameter's optimizer needs full matrices, as Muon does. AdamW does not."""
     return OPTIMIZERS[GROUPS[_group_of(name, parameter)].optimizer(config)].whole_matrices
 
 
 def reads_weights(config: OptimConfig) -> bool:
-    """Return True if updates depend on the weights, so that the rank that computes an update needs them."""
+    """Return True if updates depend on the weights, so that a rank needs the weights to compute an update."""
     return config.weight_decay > 0
 
 
 def _group_of(name: str, parameter: Tensor) -> str:
     for group, row in reversed(GROUPS.items()):
-        if row.takes(name, parameter):
+        if not row.names.isdisjoint(name.split(".")):
             return group
+    if parameter.ndim >= 2:
+        return "matrix"
     raise ValueError(
         f"parameter {name} of shape {tuple(parameter.shape)} has no optimizer: Muon is for matrices, AdamW for the "
         "embedding, the head and the router; leave it out of named_parameters and update it yourself"

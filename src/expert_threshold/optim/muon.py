@@ -1,4 +1,4 @@
-"""Muon: momentum that a Newton-Schulz iteration orthogonalizes, for the matrices of a model, with later extensions."""
+"""Muon, which orthogonalizes the momentum of matrices with a Newton-Schulz iteration, and its later extensions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Polynomial = tuple[float, float, float]  # a, b, c of a x + b x³ + c x⁵
 
 COEFFICIENTS: Polynomial = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7  # the smallest norm to divide by
-# The optimal polynomials of five steps, which take singular values from 0.001 to 1 to within 0.1411 of 1. They are
-# nanochat's, computed with a safety factor of 0.02 and a cushion of 2. Later steps repeat the last one. The factor on
-# the norm prevents rounding from pushing singular values above 1.
+# The optimal polynomials for five steps, which move singular values between 0.001 and 1 to within 0.1411 of 1. They
+# come from nanochat, where they were computed with a safety factor of 0.02 and a cushion of 2. Later steps repeat the
+# last one. The factor on the norm keeps rounding from pushing singular values above 1.
 POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -37,16 +37,16 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = (
 POLAR_EXPRESS_SAFETY = 1.01
 LEAST_SECOND_MOMENT = 1e-10
 
-# Elements in a batch of the iteration: enough to fill a GPU, but few enough for a CPU's cache, since every product
-# would read larger temporaries from memory.
+# Elements per batch in the iteration: enough to fill a GPU, but few enough to fit in a CPU's cache, since every product
+# would have to read larger temporaries from memory.
 BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
     """Return bfloat16 if the hardware can multiply it, otherwise float32.
 
-    CUDA devices do from compute capability 8.0 (Ampere) on, ROCm devices always, and CPUs if they have AVX-512 BF16,
-    which AMX implies.
+    CUDA devices can from compute capability 8.0 (Ampere) on, ROCm devices always can, and CPUs can if they have
+    AVX-512 BF16, which AMX implies.
     """
     if device.type == "cuda":
         fast = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -56,10 +56,10 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 
 class _Piece(NamedTuple):
-    """Some of a parameter's matrices with their gradients and momenta, each (matrices, rows, columns).
+    """Some of a parameter's matrices with their gradients and momenta, each of shape (matrices, rows, columns).
 
-    All are views, except for gradients with different strides, which are copied. second_moment: NorMuon's,
-    (matrices, rows, 1) or (matrices, 1, columns); None without NorMuon.
+    All are views, except that gradients with different strides are copied. second_moment: (matrices, rows, 1) or
+    (matrices, 1, columns) with NorMuon, otherwise None.
     """
 
     weight: Tensor
@@ -71,12 +71,12 @@ class _Piece(NamedTuple):
 class Muon(Optimizer):
     """Steepest descent under the spectral norm, with Nesterov momentum. Matrices of the same shape are batched.
 
-    params: matrices (out, in), or stacks of matrices (experts, out, in). By default, each matrix is updated as in
-    `torch.optim.Muon`, which does not accept stacks, without weight decay. ns_dtype: the dtype of products in the
-    iteration; None uses `fast_dtype`. period: update a parameter group only in every period-th step, at period times
-    the learning rate; other steps only update its momenta. phase: the step of each period in which it is updated. turn:
-    the number of the next step. The remaining options are described in `OptimConfig` and off by default. Raises
-    ValueError for a vector, a convolution of two or more dimensions, or a parameter sharded over ranks.
+    params: matrices (out, in), or stacks of matrices (experts, out, in). By default, each matrix is updated as by
+    `torch.optim.Muon` without weight decay, which does not accept stacks. ns_dtype: dtype of the iteration's products;
+    None uses `fast_dtype`. period: update a parameter group only every period-th step, at period times the learning
+    rate; other steps only update its momenta. phase: the step within each period that updates it. turn: the number of
+    the next step. The remaining options are described in `OptimConfig` and are off by default. Raises ValueError for a
+    vector, a convolution with two or more spatial dimensions, or a parameter sharded over ranks.
     """
 
     def __init__(
@@ -100,26 +100,15 @@ class Muon(Optimizer):
         turn: int = 0,
     ) -> None:
         defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "ns_dtype": ns_dtype,
-            "orthogonalizer": orthogonalizer,
-            "equilibrate": equilibrate,
-            "renormalize": renormalize,
-            "normuon": normuon,
-            "normuon_beta": normuon_beta,
-            "weight_decay": weight_decay,
-            "cautious": cautious,
-            "period": period,
-            "phase": phase,
-            "turn": turn,
-        }
+            "lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "ns_dtype": ns_dtype,
+            "orthogonalizer": orthogonalizer, "equilibrate": equilibrate, "renormalize": renormalize,
+            "normuon": normuon, "normuon_beta": normuon_beta, "weight_decay": weight_decay, "cautious": cautious,
+            "period": period, "phase": phase, "turn": turn,
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. Raises the same errors as `Muon`."""
+        """Add a parameter group. Raises ValueError as `Muon` does."""
         super().add_param_group(param_group)
         try:
             _require_movable(self.param_groups[-1])
@@ -139,9 +128,9 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update W ← W − lr · √max(1, out/in) · orthogonalize(Nesterov momentum) for each W with a gradient.
 
-        Weight decay first subtracts lr · weight_decay · W or, if cautious, does so only where the update has the sign
-        of W. W and the second moments of a group do not change outside its turn. closure: a function that recomputes
-        the loss and the gradients; the loss is returned.
+        Weight decay first subtracts lr · weight_decay · W or, if cautious, only where the update has the same sign as
+        W. Outside a group's turn, neither its weights nor its second moments change. closure: recomputes the gradients
+        and returns the loss, which `step` then returns.
         """
         loss = None
         if closure is not None:
@@ -164,7 +153,7 @@ class Muon(Optimizer):
         return loss
 
     def _piece(self, weight: Tensor, normuon: bool) -> _Piece:
-        """Return the whole parameter as one piece. normuon: include its second moment."""
+        """Return a whole parameter as one piece. normuon: include its second moment."""
         assert weight.grad is not None
         state = self.state[weight]
         if not state:
@@ -181,19 +170,11 @@ class Muon(Optimizer):
 
 def _require_movable(group: Mapping[str, Any]) -> None:
     kinds = {
-        "lr": NonNegative,
-        "momentum": Decay,
-        "ns_steps": Count,
-        "normuon_beta": Decay,
-        "period": Count,
-        "phase": NonNegativeInt,
-        "turn": NonNegativeInt,
-        "weight_decay": NonNegative,
-        "orthogonalizer": OrthogonalizerName,
-        "equilibrate": Lines | None,
-        "renormalize": Parts | None,
+        "lr": NonNegative, "momentum": Decay, "ns_steps": Count, "normuon_beta": Decay, "period": Count,
+        "phase": NonNegativeInt, "turn": NonNegativeInt, "weight_decay": NonNegative,
+        "orthogonalizer": OrthogonalizerName, "equilibrate": Lines | None, "renormalize": Parts | None,
         "normuon": Side | None,
-    }
+    }  # fmt: skip
     for option, kind in kinds.items():
         value = group[option]
         require_kind(option, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value, kind)
@@ -209,7 +190,7 @@ def _require_movable(group: Mapping[str, Any]) -> None:
 
 
 def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
-    """Update pieces whose matrices have the same shape with the options of their parameter group."""
+    """Update pieces with matrices of the same shape, using the options of their parameter group."""
     rows, columns = pieces[0].weight.shape[-2:]
     momentum, ns_steps = group["momentum"], group["ns_steps"]
     ns_dtype = group["ns_dtype"] or fast_dtype(pieces[0].weight.device)
@@ -228,22 +209,10 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
         second_moments = [moment for moment in moments if moment is not None]
         polynomials, safety = iteration(group["orthogonalizer"], ns_steps)
         kernel(
-            weights,
-            grads,
-            momenta,
-            second_moments,
-            momentum,
-            PARTS.index(group["equilibrate"]),
-            [number for polynomial in polynomials for number in polynomial],
-            safety,
-            EPS,
-            PARTS.index(group["renormalize"]),
-            group["normuon_beta"],
-            LEAST_SECOND_MOMENT,
-            decay,
-            group["cautious"],
-            rate,
-        )
+            weights, grads, momenta, second_moments, momentum, PARTS.index(group["equilibrate"]),
+            list(itertools.chain(*polynomials)), safety, EPS, PARTS.index(group["renormalize"]),
+            group["normuon_beta"], LEAST_SECOND_MOMENT, decay, group["cautious"], rate,
+        )  # fmt: skip
         increment_version([*weights, *momenta, *second_moments])  # lets autograd detect that saved tensors are stale
     for batch in _batches(others):
         sizes = [len(piece.weight) for piece in batch]
@@ -265,19 +234,19 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
 
 
 def _decay(weight: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
-    """Update W ← W − amount · W or, if cautious, only where U · W ≥ 0, where the update also moves W towards 0.
+    """Update W ← W − amount · W or, if cautious, only where U · W ≥ 0, i.e. where the update also moves W towards 0.
 
     Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); Chen et al., Cautious Weight Decay (2025). As
     in `torch.optim.Muon`, the amount does not depend on the shape of W; nanochat multiplies it by √max(1, out/in).
     """
-    if cautious:  # in place and without a boolean, which is twice as fast on a CPU
+    if cautious:  # working in place and without a boolean is twice as fast on a CPU
         weight.sub_((update * weight).ge_(0).mul_(weight), alpha=amount)
     else:
         weight.sub_(weight, alpha=amount)
 
 
 def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield batches of pieces whose matrices have the same shape. Pieces that are larger than a batch are split."""
+    """Yield batches of pieces, all with matrices of the same shape. Pieces larger than a batch are split."""
     pieces: list[_Piece] = []
     for whole in wholes:
         size = _batch_size(whole.weight)
@@ -298,13 +267,13 @@ def _batch_size(weight: Tensor) -> int:
     return max(1, BATCH_ELEMENTS["cpu" if weight.is_cpu else "gpu"] // weight.shape[-2:].numel())
 
 
-# Functions on stacks of matrices (…, rows, columns) that turn the momentum into the update. Muon applies them in this
-# order: `normalize` for MuonEq's equilibration, `orthogonalize`, `normalize` for Muon+'s renormalisation, `normuon`.
-# Only `orthogonalize` is always applied.
+# The functions below turn the momentum, a stack of matrices (…, rows, columns), into the update. Muon applies them in
+# this order: `normalize` for MuonEq's equilibration, `orthogonalize`, `normalize` for Muon+'s renormalisation,
+# `normuon`. Only `orthogonalize` is always applied.
 
 
 def iteration(name: OrthogonalizerName, steps: int) -> tuple[list[Polynomial], float]:
-    """Return the polynomial of each step and the factor on the norm that divides matrices before the first step."""
+    """Return each step's polynomial, and the factor on the norm by which matrices are divided before the first step."""
     if name == "newton_schulz":
         return [COEFFICIENTS] * steps, 1.0
     return [POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] for step in range(steps)], POLAR_EXPRESS_SAFETY
@@ -312,30 +281,28 @@ def iteration(name: OrthogonalizerName, steps: int) -> tuple[list[Polynomial], f
 
 @torch.no_grad()
 def orthogonalize(
-    matrices: Tensor,
-    name: OrthogonalizerName = "newton_schulz",
-    steps: int = 5,
-    dtype: torch.dtype = torch.float32,
+    matrices: Tensor, name: OrthogonalizerName = "newton_schulz", steps: int = 5, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return matrices with the same singular vectors and all singular values close to 1. A zero matrix stays zero.
 
-    matrices: (…, rows, columns). Iterates X ← (a + b X Xᵀ + c (X Xᵀ)²) X from X = M / ‖M‖, where ‖M‖ is the Frobenius
-    norm. newton_schulz: Jordan et al., Muon (2024). polar_express: Amsel et al., The Polar Express (2025), starts from
-    X = M / (1.01 ‖M‖). Each polynomial is optimal for the interval in which the previous one leaves the singular
-    values, so small values grow faster and all end up closer to 1. dtype: the dtype of the products and the result.
+    The iteration X ← (a + b X Xᵀ + c (X Xᵀ)²) X starts from X = M / ‖M‖, where ‖M‖ is the Frobenius norm of a matrix
+    (…, rows, columns). newton_schulz: Jordan et al., Muon (2024). polar_express: Amsel et al., The Polar Express
+    (2025), which starts from X = M / (1.01 ‖M‖). Each of its polynomials is optimal for the interval in which the
+    previous one leaves the singular values, so small values grow faster and all end up closer to 1. dtype: the dtype
+    of the products and of the result.
     """
     polynomials, safety = iteration(name, steps)
     rows, columns = matrices.shape[-2:]
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp_(min=EPS).mul_(safety)
     x = torch.div(matrices, norm, out=torch.empty_like(matrices, dtype=dtype)).reshape(-1, rows, columns)
-    # The polynomial is multiplied from the smaller side, since X (a + b XᵀX + …) is the same matrix.
+    # The product is taken on the smaller side, since X (a + b XᵀX + …) is the same matrix.
     wide = rows <= columns
     gram = x.new_empty(len(x), min(rows, columns), min(rows, columns))
     polynomial, new = torch.empty_like(gram), torch.empty_like(x)
     for a, b, c in polynomials:
         torch.bmm(*((x, x.mT) if wide else (x.mT, x)), out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        # a X is added outside the product: with a on the polynomial's diagonal, the error of bfloat16 would double.
+        # a X is added outside of the product; with a on the polynomial's diagonal, bfloat16's error would double.
         torch.baddbmm(x, *((polynomial, x) if wide else (x, polynomial)), beta=a, out=new)
         x, new = new, x
     return x.view(matrices.shape)
@@ -344,8 +311,8 @@ def orthogonalize(
 def normalize(matrices: Tensor, parts: Parts) -> Tensor:
     """Return M with equal row norms, M_i √(min(m, n) / m) / ‖M_i‖, or equal column norms, or M √min(m, n) / ‖M‖.
 
-    Every matrix (m, n) thus gets the Frobenius norm √min(m, n) of an orthogonal matrix; zeros stay zero. Before the
-    iteration, this is the equilibration of Chang et al., MuonEq (2026). After it, this is the renormalisation of Zhang
+    Every matrix (m, n) thus gets √min(m, n), the Frobenius norm of an orthogonal matrix; zeros stay zero. Before the
+    iteration, this is the equilibration in Chang et al., MuonEq (2026). After it, this is the renormalisation in Zhang
     et al., Muon+ (2026), who give rows or columns a norm of 1; nanochat renormalises the whole matrix.
     """
     dim = {"rows": -1, "columns": -2, "matrix": (-2, -1)}[parts]
@@ -355,7 +322,7 @@ def normalize(matrices: Tensor, parts: Parts) -> Tensor:
 
 
 def second_moment_shape(matrices: torch.Size, side: Side) -> tuple[int, ...]:
-    """Return the shape of NorMuon's second moments: one for each row, each column, or each line of the longer side."""
+    """Return the shape of NorMuon's second moments: one for each row, for each column, or along the longer side."""
     *stack, rows, columns = matrices
     by_row = side == "rows" or (side == "longer" and rows >= columns)
     return (*stack, rows, 1) if by_row else (*stack, 1, columns)
@@ -365,9 +332,9 @@ def second_moment_shape(matrices: torch.Size, side: Side) -> tuple[int, ...]:
 def normuon(update: Tensor, second_moment: Tensor, beta: float) -> Tensor:
     """Update v ← β v + (1 − β) mean(U²) over each row or column, and return U / √v scaled to the norm of U.
 
-    Rows that moved more than others in recent steps thus move less. second_moment: v, of shape `second_moment_shape`,
-    updated in place. Li et al., NorMuon (2025), use rows and scale to a root mean square of 0.2; keeping the norm and
-    using the longer side follow nanochat.
+    Rows that recently moved more than others thus move less. second_moment: v, with the shape returned by
+    `second_moment_shape`, updated in place. Li et al., NorMuon (2025), use rows and scale to a root mean square of 0.2;
+    keeping the norm and using the longer side follow nanochat.
     """
     mean = update.square().sum_to_size(second_moment.shape) / (update.numel() // second_moment.numel())
     second_moment.lerp_(mean, 1 - beta)
