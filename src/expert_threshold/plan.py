@@ -1,4 +1,4 @@
-"""Estimates what a run costs (parameters, tokens, FLOPs, memory, time and money) without allocating its weights."""
+"""Estimates a run's costs (parameters, tokens, FLOPs, memory, time and money) without allocating its weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .routing import Window, rule_name
 
 LAYOUTS = ("replicate", "shard", "expert_parallel")
 """Layouts of a run over several GPUs. With `replicate`, each GPU holds all weights and a share of the optimizer's
-state. With `shard`, it holds a share of everything; with `expert_parallel`, a share of the experts (at least one)."""
+state. With `shard`, it holds a share of everything; with `expert_parallel`, it holds a share of the experts."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ ONE_GPU = Machine()
 
 
 def costs(config: RunConfig, machine: Machine = ONE_GPU) -> dict[str, Any]:
-    """Return a run's parameter counts, its tokens, the size of its pools, and its FLOPs in forward and backward."""
+    """Return a run's parameter counts, tokens, pool sizes, and FLOPs in forward and backward."""
     parameters, rule = parameter_counts(config.model), config.model.rule
     assumed = None
     if rule is not None and not rule.aims_at_fanout:
@@ -65,7 +65,7 @@ def costs(config: RunConfig, machine: Machine = ONE_GPU) -> dict[str, Any]:
 
 
 def window(config: RunConfig, local: LocalBatch | None = None) -> Window:
-    """Return how many tokens the rule looks at in training. For a dense model, both numbers are None.
+    """Return how many tokens the rule looks at in training. Both numbers are None for a dense model.
 
     local: the part of a step that one rank processes, or None if there is only one rank.
     """
@@ -78,7 +78,7 @@ def window(config: RunConfig, local: LocalBatch | None = None) -> Window:
 
 
 def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
-    """Return how long the run takes and what it costs. Raises ValueError if either is infinite."""
+    """Return how long the run takes and how much it costs. Raises ValueError if either is infinite."""
     rate = machine.gpus * machine.utilisation * machine.peak_tflops * 1e12
     hours = costs(config)["flops_total"] / rate / 3600 if rate > 0 else math.inf
     if math.isinf(3600 * hours):
@@ -95,7 +95,7 @@ def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
 
 
 def share_out(config: RunConfig, machine: Machine) -> LocalBatch:
-    """Return one GPU's part of a step. It is the same part as in training, unless `micro_batch` is given.
+    """Return one GPU's part of a step, which is the same as in training unless `micro_batch` is given.
 
     Raises ValueError if the step cannot be divided evenly.
     """
@@ -121,7 +121,7 @@ def share_out(config: RunConfig, machine: Machine) -> LocalBatch:
 
 
 def memory(config: RunConfig, machine: Machine, dtype: torch.dtype, *, gpu: bool) -> dict[str, dict[str, int]]:
-    """Return the peak memory of one GPU in bytes, keyed by layout and then by part, with the total as `peak`.
+    """Return one GPU's memory in bytes at its peak, keyed by layout and then by part, with the total as `peak`.
 
     dtype: the dtype of matrix multiplications. The allocator's overhead is not included.
     """
@@ -145,7 +145,7 @@ def memory(config: RunConfig, machine: Machine, dtype: torch.dtype, *, gpu: bool
         model = GPT(config.model, dtype)
     optimizers = make_optimizers(model.named_parameters(), config.optim, config.model.d_model)
     state = sum(tensor.nbytes for tensor in optimizers.tensors().values()) // gpus
-    # Muon works on one batch of matrices at a time, with their lookahead momentum, two iterates and Gram matrices.
+    # Muon works on one batch of matrices at a time, with its lookahead momentum, two iterates and Gram matrices.
     alike: Counter[torch.Size] = Counter()
     for weight in model.parameters():
         alike[weight.shape[-2:]] += weight.numel()

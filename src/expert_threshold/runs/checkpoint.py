@@ -1,13 +1,13 @@
-"""Checkpoints are folders of safetensors and JSON files, with a manifest of their hashes. They are written atomically.
+"""Reads and writes checkpoints atomically: folders of safetensors and JSON files, with a manifest of their hashes.
 
     step_000100/
-      manifest.json           format, version, step; size and sha256 of every other file; written last
+      manifest.json           format, version and step; size and sha256 of every other file; written last
       state.json              everything that is not a tensor
       model.safetensors       one file per part: {name: tensor}
       optimizer.safetensors
 
 If there are several ranks, each writes its own files, such as `model_of_rank_0.safetensors`. They contain whole tensors
-or slices along the first dimension, with their positions in the metadata. Slices that overlap or leave gaps are
+or slices along the first dimension, whose positions are in the metadata. Slices that overlap or leave gaps are
 rejected. Readers get whole tensors, so any number of ranks can resume.
 """
 
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 Tensors = Mapping[str, Mapping[str, Tensor | Part]]
-"""The tensors of a checkpoint, keyed by part and then by name. They may be one rank's slices."""
+"""The tensors of a checkpoint, keyed by part and then by name. They may be the slices of one rank."""
 Fingerprints = dict[str, dict[str, Any]]
 """The size and sha256 of each file, keyed by file name."""
 
@@ -67,25 +67,23 @@ def saved_steps(parent: Path) -> list[int]:
 
     An incomplete checkpoint never has the name of a step. Raises ValueError if `parent` is a dangling link.
     """
-    if not _is_there(parent):
-        return []
-    entries = [entry for entry in parent.iterdir() if entry.is_dir() or entry.is_symlink()]
-    matches = [_FOLDER_NAME.fullmatch(entry.name) for entry in entries]
+    entries = parent.iterdir() if _is_there(parent) else ()
+    matches = [_FOLDER_NAME.fullmatch(entry.name) for entry in entries if entry.is_dir() or entry.is_symlink()]
     return sorted(int(match[1]) for match in matches if match)
 
 
 def _is_there(parent: Path) -> bool:
-    """Return True if the folder exists. Raises ValueError if it is a dangling link, such as one to an absent disk."""
+    """Return True if the folder exists. Raises ValueError if it is a dangling link, such as to a missing disk."""
     if parent.is_symlink() and not parent.exists():
         raise ValueError(
             f"{parent} is a link to {os.readlink(parent)}, which does not exist; reconnect that disk, or remove the "
-            "link to continue without its checkpoints"
+            "link to continue without these checkpoints"
         )
     return parent.exists()
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder or a file. If it is a link, its target is kept, since the target may not belong to the run."""
+    """Remove a folder, a file or a link, but not a link's target, which may not belong to the run."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -95,8 +93,8 @@ def _remove(path: Path) -> None:
 def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int | None = None) -> None:
     """Save a checkpoint atomically. Even if the process is killed, it is either complete or does not exist.
 
-    If the step is already saved, nothing happens, since a run has only one state per step. An OSError (such as a full
-    disk) or any other exception leaves all earlier checkpoints intact. keep: as in `commit`.
+    Do nothing if the step is already saved, since a run has only one state per step. Any exception, such as an OSError
+    for a full disk, leaves all earlier checkpoints intact. keep: as in `commit`.
     """
     temporary = begin(parent, step)
     if temporary is None:
@@ -108,8 +106,9 @@ def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any], k
 
 
 def begin(parent: Path, step: int) -> Path | None:
-    """Return an empty folder for a checkpoint's files, or None if the step is already saved. Checkpoints that were
-    never committed are removed.
+    """Return an empty folder for a checkpoint's files, or None if the step is already saved.
+
+    Checkpoints that were never committed are removed, and so is a damaged one of this step.
     """
     if not _is_there(parent):
         parent.mkdir()
@@ -129,20 +128,20 @@ def begin(parent: Path, step: int) -> Path | None:
 
 
 def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> Fingerprints:
-    """Write one file per part, in any thread. rank: this rank, or None if only one process writes to the folder."""
-    names = []
-    for part, content in tensors.items():
-        names.append(f"{part}.safetensors" if rank is None else f"{part}_of_rank_{rank}.safetensors")
-        assert _FILE_NAME.fullmatch(names[-1]), part
-        _write_tensors(temporary / names[-1], content)
-    return {name: _fingerprint(temporary / name) for name in sorted(names)}
+    """Write one file per part, from any thread. rank: this rank, or None if only one process writes to the folder."""
+    suffix = "" if rank is None else f"_of_rank_{rank}"
+    files = {f"{part}{suffix}.safetensors": content for part, content in tensors.items()}
+    assert all(map(_FILE_NAME.fullmatch, files)), files.keys()
+    for name, content in files.items():
+        _write_tensors(temporary / name, content)
+    return {name: _fingerprint(temporary / name) for name in sorted(files)}
 
 
 def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any], keep: int | None = None) -> None:
-    """Commit the files that all ranks have written as the checkpoint of `step`. files: their fingerprints.
+    """Turn the files that all ranks have written into the checkpoint of `step`. files: their fingerprints.
 
-    keep: number of newest checkpoints to keep, or None to keep all. The checkpoint of `step` is always kept, and so are
-    the targets of links.
+    keep: number of newest checkpoints to keep, or None to keep all. The checkpoint of `step` and the targets of links
+    are always kept.
     """
     temporary = _temporary(parent, step)
     write_synced(temporary / "state.json", to_json(state, indent=1).encode())
@@ -156,7 +155,7 @@ def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any
     sync_folder(parent)
     for earlier in saved_steps(parent)[:-keep] if keep is not None else ():
         if earlier != step:
-            doomed = _temporary(parent, earlier)  # so that a partly removed checkpoint never has a step's name
+            doomed = _temporary(parent, earlier)  # a partly removed checkpoint must never have the name of a step
             os.replace(folder_of(parent, earlier), doomed)
             _remove(doomed)
 
@@ -169,7 +168,7 @@ def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Check
     """Load the checkpoint of `step`, or only some `parts` of its tensors, without unpickling anything.
 
     Every file is checked against the manifest before it is loaded. Raises ValueError if a file is damaged, missing or
-    foreign, naming the file and the checkpoint to fall back on.
+    foreign. The error names the file and the checkpoint to fall back on.
     """
     folder = folder_of(parent, step)
     try:
@@ -204,7 +203,7 @@ def verify(folder: Path, names: Collection[str] | None = None) -> None:
 
 
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
-    """Validate the manifest of a checkpoint and return its files with their sizes and hashes."""
+    """Return the files in a checkpoint's manifest with their sizes and hashes. Raises ValueError if it is invalid."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise ValueError(f"{path} is missing")
@@ -247,10 +246,10 @@ def _write_tensors(path: Path, named: Mapping[str, Tensor | Part]) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
-    """Write a safetensors file. Raises OSError if the disk is full."""
+    """Write a safetensors file and flush it to disk. Raises OSError if the disk is full."""
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
-    except SafetensorError as error:  # safetensors reports a full disk in this way
+    except SafetensorError as error:  # this is how safetensors reports a full disk
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise OSError(f"{path}: {error}") from error
@@ -260,7 +259,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
 
 
 def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
-    """Read one part from the files of all ranks. Raises ValueError unless slices cover each tensor exactly once."""
+    """Read a part from the files of all ranks. Raises ValueError unless slices cover each tensor exactly once."""
     tensors: dict[str, Tensor] = {}
     parts: defaultdict[str, list[Part]] = defaultdict(list)
     for path in paths:
@@ -274,7 +273,7 @@ def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
                     parts[name].append(Part(file.get_tensor(name), start, tuple(shape)))
                 else:
                     tensors[name] = file.get_tensor(name)
-    while parts:  # frees slices once they are joined, since they are as large as the checkpoint
+    while parts:  # slices are as large as the checkpoint, so free them as soon as they are joined
         name, found = parts.popitem()
         try:
             tensors[name] = _join(found)
@@ -300,7 +299,7 @@ def _join(parts: list[Part]) -> Tensor:
 
 
 def _fingerprint(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Return the size and the hash of a file. If `size` is given and differs, the hash is empty."""
+    """Return the size and the hash of a file. The hash is empty if `size` is given and does not match."""
     found = path.stat().st_size
     if size not in (None, found):
         return {"size": found, "sha256": ""}

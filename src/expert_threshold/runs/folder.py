@@ -1,4 +1,4 @@
-"""A run folder contains everything that a training run writes, which is enough to resume, repeat or use the run."""
+"""Defines run folders, which contain all that a training run writes: enough to resume, repeat or use the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Refer to a folder without accessing it. Use `create` or `open` instead."""
+        """Refer to a folder without accessing it. Most callers should use `create` or `open` instead."""
         self.path = path
         self.metrics = Metrics(path / "metrics.jsonl")
         self.tokenizer_path = path / "tokenizer.json"
@@ -52,7 +52,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path) -> RunFolder:
-        """Create an empty run folder. Raises ValueError if it is not empty, since a run is never overwritten."""
+        """Create an empty run folder. Raises ValueError if it already has content, since no run is ever overwritten."""
         path = Path(path)
         if path.exists() and not (path.is_dir() and is_vacant(path)):
             resume = f"continue it with --resume {path}, or " if (path / "config.json").is_file() else ""
@@ -72,7 +72,7 @@ class RunFolder:
         return run
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock the run for training. Raises ValueError, naming the process, if another process is training it."""
+        """Lock the run for training. Raises ValueError, naming the process, if the run is already locked."""
         return exclusive(self.path / LOCK)
 
     @property
@@ -84,10 +84,8 @@ class RunFolder:
         """Return a section of the configuration. Raises ValueError if it is missing or not an object."""
         section = self.config.get(name)
         if not isinstance(section, dict):
-            raise ValueError(
-                f"{self._config_path}: section {name!r} is missing or damaged; restore the file from a backup, "
-                "or train again"
-            )
+            remedy = "restore the file from a backup, or train again"
+            raise ValueError(f"{self._config_path}: section {name!r} is missing or damaged; {remedy}")
         return section
 
     def model_options(self) -> dict[str, Any]:
@@ -96,7 +94,7 @@ class RunFolder:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Add the path of config.json to a ValueError about its content."""
+        """Prefix a ValueError about the content of config.json with its path."""
         try:
             yield
         except ValueError as error:
@@ -144,22 +142,22 @@ class RunFolder:
 
     @property
     def has_lost_checkpoints(self) -> bool:
-        """True if no checkpoint is left although the run saved one, which the existence of a report proves."""
+        """True if no checkpoint is left, but a report is, which is only written once a checkpoint has been saved."""
         return self.report.exists() and self.latest_checkpoint() is None
 
     def save_checkpoint(self, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int | None = None) -> None:
         """Save `tensors`, keyed by part and then by name, and `state`, a JSON object, atomically.
 
-        keep: number of newest checkpoints to keep; None keeps all. If the step is already saved, nothing happens.
-        Raises OSError if the disk is full, in which case earlier checkpoints stay intact.
+        Do nothing if the step is already saved. keep: number of newest checkpoints to keep; None keeps all. Raises
+        OSError if the disk is full, in which case earlier checkpoints stay intact.
         """
         checkpoint.write(self.checkpoints_path, step, tensors, state, keep)
 
     def load_checkpoint(self, step: int | None = None, parts: Collection[str] | None = None) -> Checkpoint:
-        """Return the verified checkpoint of `step` (by default the newest), or only some `parts` of its tensors.
+        """Verify and return the checkpoint of `step` (by default the newest), or only some `parts` of its tensors.
 
         Raises ValueError if a file is damaged or missing, naming it and the checkpoint to fall back on, or if a model
-        option in config.json differs from the checkpoint's.
+        option in config.json differs from the one in the checkpoint.
         """
         steps = self.checkpoints()
         if not steps:
@@ -188,7 +186,7 @@ def derive(
 ) -> RunFolder:
     """Write a run folder atomically, with new weights and the configuration and tokenizer of another run.
 
-    model: the sections of the configuration that describe the new model. files: further JSON objects, keyed by file
+    model: the sections of the configuration that describe the new model. files: additional JSON objects, keyed by file
     name. The source does not change. Raises ValueError if `to` is not empty, and OSError if the disk is full.
     """
     with new_folder(to) as temporary:
@@ -208,11 +206,11 @@ def load_model(
     compute_dtype: torch.dtype = torch.float32,
     rate: float | None = None,
 ) -> tuple[GPT, Tokenizer]:
-    """Return the model of a run at `step` (by default the last one saved), in evaluation mode, and its tokenizer.
+    """Return the model of a run at `step` (by default the last saved step), in evaluation mode, and its tokenizer.
 
-    Weights are in the compute dtype, except that routers stay in float32. To continue training, read the checkpoint
-    instead. rate: the mean fanout; see `GPT.set_rate`. Raises ValueError if the folder, the checkpoint or the tokenizer
-    is missing, damaged or foreign, or if the model cannot run at this rate.
+    Weights are in the compute dtype, except for routers, which stay in float32. To continue training, load the
+    checkpoint instead. rate: the mean fanout; see `GPT.set_rate`. Raises ValueError if the folder, the checkpoint or
+    the tokenizer is missing, damaged or foreign, or if the model cannot run at this rate.
     """
     folder = RunFolder.open(run)
     weights = folder.load_checkpoint(step, parts=("model",)).tensors["model"]

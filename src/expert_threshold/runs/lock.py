@@ -13,12 +13,12 @@ from typing import TextIO
 from ..files import TEMPORARY, named
 
 LOCK = ".lock"
-"""The name of the lock file in a locked folder. If a killed process leaves the file, it is ignored."""
+"""The name of the lock file in a locked folder. A file that a killed process left behind is ignored."""
 
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`. Raises ValueError, naming the holder, if anyone holds it, even this process."""
+    """Hold the lock file `path`. Raises ValueError, naming the holder, if any process holds it, even this one."""
     with ExitStack() as stack:
         with named(path):
             file = _locked(path, stack)
@@ -33,7 +33,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def _locked(path: Path, stack: ExitStack) -> TextIO:
-    """Open and lock the file; the stack closes it. Raises ValueError if it is already locked."""
+    """Return the opened and locked file, which the stack closes. Raises ValueError if it is already locked."""
     while True:
         file = stack.enter_context(path.open("a+", encoding="utf-8"))
         try:
@@ -42,11 +42,11 @@ def _locked(path: Path, stack: ExitStack) -> TextIO:
             file.seek(0)
             holder = file.read() or "another process"
             raise ValueError(f"{path.parent} is in use by {holder}; stop it first") from None
-        with suppress(FileNotFoundError):  # the previous holder removed the file after we had opened it
+        with suppress(FileNotFoundError):  # the previous holder may have removed the file after we had opened it
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 return file
 
 
 def is_vacant(folder: Path) -> bool:
-    """Return True if the folder contains nothing but what a killed process may leave: a lock and incomplete files."""
+    """Return True if the folder contains only what a killed process may leave behind: a lock and incomplete files."""
     return all(path.name == LOCK or path.name.startswith(TEMPORARY) for path in folder.iterdir())

@@ -17,26 +17,26 @@ log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """A run's measurements, in chronological order. Other processes may read the file while training appends to it."""
+    """A run's measurements in chronological order. Other processes may read the file while training appends to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a record as one line, with null for NaN and infinity. If an OSError is raised, nothing is added."""
+        """Append a record as one line, with null for NaN and infinity. If this raises OSError, nothing is added."""
         assert isinstance(record["step"], int), record["step"]
         assert isinstance(record["split"], str), record["split"]
         line = (to_json(_finite(record)) + "\n").encode()
         with named(self.path), self.path.open("ab", buffering=0) as file:
             end = file.tell()
-            if file.write(line) < len(line):  # a full disk accepts a part of the line and fails only at the next write
+            if file.write(line) < len(line):  # a full disk accepts part of the line and fails only at the next write
                 file.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all records. A torn last line, from a crash or a write in progress, is skipped and logged.
+        """Return all records. A last line torn by a crash or still being written is skipped, and this is logged.
 
-        Raises ValueError naming the line if any other line is damaged.
+        Raises ValueError, naming the line, if any other line is damaged.
         """
         if not self.path.exists():
             return []
@@ -45,17 +45,16 @@ class Metrics:
         records = [_parse(line) for line in lines]
         if records and records[-1] is None and not torn:  # a power loss may leave zeros and a newline
             torn = lines.pop()
-        whole = []
-        for number, record in enumerate(records[: len(lines)], start=1):
-            if record is None:
-                raise ValueError(f"{self.path}: line {number} is damaged; delete that line to continue without it")
-            whole.append(record)
+            records.pop()
+        if None in records:
+            number = records.index(None) + 1
+            raise ValueError(f"{self.path}: line {number} is damaged; delete that line to continue without it")
         if torn:
             log.warning("%s: line %d is incomplete and was skipped", self.path, len(lines) + 1)
-        return whole
+        return [record for record in records if record is not None]
 
     def truncate_after(self, step: int) -> None:
-        """Drop lines of later steps and a torn last line, because a run that resumes from `step` writes them again."""
+        """Remove lines of later steps and a torn last line. A run that resumes from `step` writes them again."""
         kept = [to_json(record) + "\n" for record in self.read() if record["step"] <= step]
         replace_file(self.path, "".join(kept).encode())
 

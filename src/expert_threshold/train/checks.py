@@ -1,4 +1,4 @@
-"""Checks options before any long work starts."""
+"""Checks options before any time-consuming work starts."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def require_backend(model: GPTConfig, config: TrainConfig) -> None:
 
 
 def require_few(threads: int) -> None:
-    """Raise ValueError if there are far more threads than cores. The system kills a process with too many threads."""
+    """Raise ValueError for far more threads than cores. The system kills processes with too many threads."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if threads > most:
         raise ValueError(f"threads={threads} is more than this machine can use; use at most {most}")
 
 
 def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
-    """Raise ValueError if the rule rejects the micro-batch, because k = 0 or because the pool does not divide it."""
+    """Raise ValueError if the rule rejects the micro-batch because k = 0 or because the pool does not divide it."""
     local = local_batch(config.batch_size, config.accumulation, model.rule, ranks)
     if model.rule is not None and model.dense_layers < model.layers:
         try:
@@ -84,7 +84,7 @@ def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
 def decisive(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options in config.json that determine what a run learns, except for the number of steps.
 
-    The text is not included, because it is compared by its hash.
+    The options for the text are not included, because the text is compared by its hash.
     """
     free = {f"train.{name}" for name in (*FREE_ON_RESUME, "steps")}
     options = {f"{part}.{name}": v for part in ("model", "rule", "optim", "train") for name, v in record[part].items()}
@@ -93,7 +93,7 @@ def decisive(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_unchanged(folder: RunFolder, record: Mapping[str, Any], budget: Budget, saved: Checkpoint) -> None:
-    """Raise ValueError if any option differs from the checkpoint, naming all of them.
+    """Raise ValueError if any options differ from the checkpoint's. The error names all of them.
 
     record: the content of config.json, updated with the given options. budget: the budget in config.json.
     """
@@ -115,7 +115,7 @@ def require_unchanged(folder: RunFolder, record: Mapping[str, Any], budget: Budg
 
 
 def require_same_corpus(folder: RunFolder, corpus: Corpus) -> None:
-    """Raise ValueError if the text differs from the text that the run started with."""
+    """Raise ValueError if the text differs from the one that the run started with."""
     before = folder.section("corpus").get("hash")
     if corpus.hash != before:
         raise ValueError(

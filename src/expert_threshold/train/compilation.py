@@ -10,10 +10,10 @@ import torch
 from ..model import GPT, GPTConfig, Output, flops_per_token
 from .config import TrainConfig
 
-# Compiling clearly saves time in runs with more FLOPs than this. On a CPU, it takes up to a minute and makes steps a
-# tenth shorter, or a fifth without our kernels (docs/log/training.md). The value for GPUs is not based on measurements.
+# Compiling clearly saves time in runs with at least this many FLOPs. On a CPU, it takes up to a minute and makes steps
+# a tenth shorter, or a fifth without our kernels (docs/log/training.md). The value for GPUs has not been measured.
 PAYS = {"cpu": 2e14, "cuda": 1e16}
-GRAPHS = 64  # torch must keep at least this many graphs per process, since `et compare` trains many models in one
+GRAPHS = 64  # the fewest graphs that torch must keep in a process, since `et compare` trains many models in one
 
 
 def pick_compile(
@@ -21,7 +21,7 @@ def pick_compile(
 ) -> bool:
     """Return True for `on`, and for `auto` if compiling works and saves time. Raises ValueError if `on` cannot work.
 
-    say: prints a line. It is called before anything slow.
+    say: prints a line; called before anything slow.
     """
     if config.compile == "off" or (config.compile == "auto" and (ranks > 1 or not _pays(model, config, device))):
         return False
@@ -40,7 +40,7 @@ def pick_compile(
 
 def compiled(model: GPT) -> Callable[..., Output]:
     """Return the model's forward, compiled with its backward as a single graph, for batches of a single shape."""
-    import torch._dynamo  # takes seconds, so other runs do without it
+    import torch._dynamo  # takes seconds, which other runs save
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     forward: Callable[..., Output] = torch.compile(model, fullgraph=True, dynamic=False)
@@ -60,7 +60,7 @@ def failure(device: torch.device) -> str | None:
     """Return the reason why torch cannot compile for the device, or None if it can. The first call takes seconds."""
     try:
         torch.compile(lambda x: x.square() + 1, fullgraph=True)(torch.ones(64, device=device))
-    except Exception as error:  # an absent or broken compiler can raise anything
+    except Exception as error:  # a missing or broken compiler can raise anything
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # the reason is on the second line
     return None

@@ -29,7 +29,7 @@ class TrainConfig:
     compile: CompileName = option(
         "auto", "Use torch.compile. auto does if it works, in single-process runs of 2·10¹⁴ FLOPs or more (GPU: 10¹⁶)."
     )
-    log_every: Count = option(10, "Log metrics every this many steps. Each line contains means over its steps.")
+    log_every: Count = option(10, "Log metrics every this many steps. Each line contains means over these steps.")
     eval_every: Count | None = option(
         250, "Validate every this many steps. The last step is always validated. Use none to disable validation."
     )
@@ -43,10 +43,10 @@ class TrainConfig:
     )
     checkpoint_every: Count | None = option(250, "Save every this many steps. Use none to save only at the end.")
     keep_checkpoints: Count | None = option(None, "Number of most recent checkpoints to keep. Defaults to all.")
-    track: TrackerName = option("none", "Experiment tracker that receives a copy of all metrics.")
+    track: TrackerName = option("none", "Experiment tracker to which all metrics are copied.")
     threads: Count | None = option(None, "Number of CPU threads. Defaults to torch's choice.")
     expert_parallel: Count = option(
-        1, "Number of ranks over which the experts of a layer are split. 1 keeps all experts on every rank."
+        1, "Number of ranks over which each layer's experts are split. 1 keeps all experts on every rank."
     )
     shard: bool = option(False, "Split parameters, gradients and optimizer state over all ranks to save memory.")
     timeout: Count = option(600, "Seconds without a response after which a rank is considered lost.")

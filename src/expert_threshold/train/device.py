@@ -30,7 +30,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the named compute dtype. 'auto' picks bfloat16 if the hardware can multiply it, or else float32."""
+    """Return the named compute dtype. 'auto' picks bfloat16 if the hardware can multiply it, otherwise float32."""
     dtypes = {"auto": fast_dtype(device), "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name not in dtypes:
         raise ValueError(f"dtype={name!r} is unknown; use one of {', '.join(dtypes)}")
@@ -38,12 +38,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if the kernels in `kernels/cpu` support this device and dtype. They are built if necessary."""
+    """Return True if the kernels in `kernels/cpu` can be used. Builds them if the device and dtype call for it."""
     return device.type == "cpu" and dtype == torch.bfloat16 and available()
 
 
 def kernels_off(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return a line that explains why a CPU run uses no kernels, or None if it uses them or runs on a GPU."""
+    """Return a line that explains why a CPU run does not use kernels, or None if it does or runs on a GPU."""
     if device.type != "cpu" or kernels_run(device, dtype):
         return None
     by_choice = dtype != torch.bfloat16 and fast_dtype(device) == torch.bfloat16
@@ -52,20 +52,18 @@ def kernels_off(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _cpu() -> str:
-    """Return the processor's name, with its family and model, since virtual machines often hide the exact name."""
+    """Return the processor's name with its family and model, since virtual machines often hide the exact name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
     name = facts.get("model name") or platform.processor() or platform.machine()
-    return (
-        f"{name}, family {facts['cpu family']}, model {facts['model']}"
-        if {"cpu family", "model"} <= facts.keys()
-        else name
-    )
+    if {"cpu family", "model"} <= facts.keys():
+        return f"{name}, family {facts['cpu family']}, model {facts['model']}"
+    return name
 
 
 def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
-    """Return what determines the speed of a run: the CPU, its cores, torch's threads, and the GPU if it is used."""
+    """Return what determines a run's speed: the CPU, its cores, torch's threads, and the GPU if one is used."""
     return {
         "system": platform.system(),
         "cpu": _cpu(),
@@ -82,8 +80,8 @@ def keep_freed_memory() -> None:
     """Make glibc keep freed memory instead of returning it, so that large tensors do not cause new page faults.
 
     The heap is extended once by an untouched block of huge pages, from which tensors are then allocated. Without it,
-    each of the first dozens of quickstart's steps has thousands of page faults, which take 5 µs each. This affects the
-    whole process. It does nothing if malloc is not glibc's.
+    each of quickstart's first few dozen steps has thousands of page faults, which take 5 µs each. This affects the
+    whole process, but does nothing if malloc is not glibc's.
     """
     if sys.platform != "linux":
         return
@@ -109,9 +107,9 @@ def keep_freed_memory() -> None:
 def gc_frozen() -> Iterator[None]:
     """Exclude all existing objects from garbage collection within the context.
 
-    A corpus and a tokenizer consist of millions of objects, and scanning them takes as long as a small step.
+    A corpus and a tokenizer consist of millions of objects. Scanning them takes as long as a small step.
     """
-    if gc.get_freeze_count():  # the host program has frozen objects, which unfreezing would undo
+    if gc.get_freeze_count():  # unfreezing would also unfreeze the objects that the host program has frozen
         yield
         return
     gc.collect()

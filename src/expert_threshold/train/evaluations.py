@@ -1,4 +1,4 @@
-"""Does the work between steps (validation, text samples and CORE), decides when it is due, and measures its time."""
+"""Does the work between steps (validation, text samples and CORE), decides when it is due, and times it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .saving import Saver
 from .state import Prepared, TrainState, random_state, restore_random_state
 
 Sample = Callable[[GPT, Tokenizer, int], str]
-"""A function, provided by the caller of `train`, that returns text which the model generates after a step."""
+"""Returns text that the model generates after a step. The caller of `train` provides this function."""
 
 Validated = Callable[[int, float], None]
 """Called with the step and the loss of each validation. An exception from it ends the run."""
@@ -38,12 +38,12 @@ class Timer:
 
     @property
     def elapsed(self) -> float:
-        """The number of seconds spent in all sessions so far, excluding preparation and pauses."""
+        """The seconds spent in all sessions so far, excluding preparation and pauses."""
         return now() - self._start
 
     @contextmanager
     def measure(self, work: str | None = None) -> Iterator[None]:
-        """Measure the time of a step or, if `work` is given, of the named work between steps."""
+        """Time a step or, if `work` is given, the named work between steps."""
         before = now()
         yield
         self._state.budget.took(now() - before, work)
@@ -51,13 +51,13 @@ class Timer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time spent in the context from the run's time."""
+        """Exclude the time that is spent in the context from the run's time."""
         before = now()
         yield
         self._start += now() - before
 
     def revise_steps(self, log: RunLog) -> None:
-        """If the run has a time budget, revise its number of steps when due. The main rank decides for all ranks."""
+        """Revise the number of steps if there is a time budget and this is due. The main rank decides for all ranks."""
         state = self._state
         if state.budget.seconds is None:
             return
@@ -69,7 +69,7 @@ class Timer:
 
 
 def _work_between_steps(config: TrainConfig, validation: Tokens | None, context: int) -> dict[str, Between]:
-    """Return the work between steps, keyed by name. Per token, validation takes a third of the work of a step."""
+    """Return the work between steps, keyed by name. A token takes a third as long in validation as in a step."""
     work = {"checkpoint": Between(config.checkpoint_every)}
     if config.eval_every is not None and validation is not None:
         tokens = min(len(validation), config.eval_tokens or math.inf)
@@ -103,11 +103,8 @@ class Evaluations:
     def __post_init__(self) -> None:
         self.state = self.prepared.state
         self.config, self.parallel = self.state.config, self.state.parallel
-        self.every = {
-            "validation": self.config.eval_every,
-            "sample": self.config.sample_every,
-            "core": self.config.core_every,
-        }
+        config = self.config
+        self.every = {"validation": config.eval_every, "sample": config.sample_every, "core": config.core_every}
 
     def run_due(self) -> None:
         """Validate, write a sample and evaluate CORE, each only if it is due at this step and has not been done yet."""
@@ -132,7 +129,7 @@ class Evaluations:
         return any(map(self._is_due, self.every))
 
     def need_checkpoint(self) -> bool:
-        """Return True if CORE is due, or a sample of a model that no rank holds whole; both read a checkpoint."""
+        """Return True if CORE is due, or a sample from a model that no rank holds whole. Both read a checkpoint."""
         return self._is_due("core") or (self.parallel.splits_model and self._is_due("sample"))
 
     def _is_due(self, kind: str) -> bool:
@@ -164,7 +161,7 @@ class Evaluations:
         replace_file(self.folder.samples / f"step_{state.step:06d}.txt", text.encode())
 
     def _evaluate_core(self) -> bool:
-        """Evaluate CORE. Return False if a signal interrupts it; the completed tasks are then in evaluation.json."""
+        """Evaluate CORE. Return False if a signal interrupts it; the completed tasks are kept in evaluation.json."""
 
         def progress(task: str) -> Callable[[int, int], None]:
             show = self.log.display.task(f"CORE, {task}")
@@ -191,7 +188,7 @@ class Evaluations:
         return True
 
     def _full_model(self) -> GPT:
-        """Return the whole model on the main rank, loaded from this step's checkpoint if no rank holds it whole."""
+        """Return the whole model, which is loaded from this step's checkpoint if no rank holds it. Main rank only."""
         state = self.state
         if not self.parallel.splits_model:
             return state.model

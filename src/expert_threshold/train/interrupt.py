@@ -1,4 +1,4 @@
-"""Lets a signal stop a run after the current step."""
+"""Lets signals stop a run after the current step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from .state import TrainState
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""The signals sent by Ctrl-C, by `kill`, by a closing terminal, and by Slurm before it takes a machine away."""
+"""The signals sent by Ctrl-C, by `kill`, by a closing terminal, and (the last two) by Slurm before a job ends."""
 NOTICE = b"\nfinishing this step and saving; Ctrl-C again quits at once\n"
 
 Handler = Callable[[int, FrameType | None], Any] | int
 
 
 def handle(handler: Handler) -> dict[int, Any]:
-    """Install a handler for the signals that stop a run, and return the previous handlers. Keep nohup's SIG_IGN."""
+    """Install a handler for the signals that stop a run, unless nohup ignores them. Return the old handlers."""
     numbers = [n for n in STOPPING if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in numbers}
 
@@ -28,7 +28,7 @@ def handle(handler: Handler) -> dict[int, Any]:
 class Interrupt:
     """A context in which signals raise KeyboardInterrupt. If `deferred` is set, the first one only sets `requested`.
 
-    quiet: do not print a notice. Python delivers signals only to the main thread, so other threads install no handler.
+    quiet: do not print a notice. Outside the main thread, no handler is installed, since Python does not allow it.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -47,11 +47,11 @@ class Interrupt:
             signal.signal(number, handler)
 
     def stops(self, state: TrainState) -> bool:
-        """Return True if the run should stop. Ranks use the last step's status, so that all stop at the same step."""
+        """Return True if the run should stop. Ranks use the last step's status, so they all stop at the same step."""
         return self.requested if state.parallel.world is None else state.status.stop > 0
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Only a second Ctrl-C is deliberate: a closing terminal sends SIGHUP twice, Slurm SIGTERM after SIGUSR1.
+        # Only a second Ctrl-C is deliberate: a closing terminal sends SIGHUP twice, and Slurm SIGTERM after SIGUSR1.
         if not self.deferred or (self.requested and number == signal.SIGINT):
             raise KeyboardInterrupt
         first, self.requested = not self.requested, True

@@ -1,6 +1,6 @@
 """Shows the progress of a run, and logs its steps and evaluations to its folder and to a tracker.
 
-On a terminal, progress is shown as a live line, and elsewhere as plain lines. Only the main rank writes. In
+Progress is shown as a live line on a terminal, and as plain lines elsewhere. Only the main rank writes. In
 metrics.jsonl, a key is absent if the rule has no value for it, and a list contains one number per expert.
 """
 
@@ -29,19 +29,15 @@ from .state import Interval, Prepared
 
 MAX_SKIPS = 10
 """The number of consecutive skipped steps after which a run ends."""
-PACKAGES: dict[TrackerName, str] = {
-    "tensorboard": "torch.utils.tensorboard",
-    "trackio": "trackio",
-    "wandb": "wandb",
-}
+PACKAGES: dict[TrackerName, str] = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
 PLAIN_INTERVAL = 5.0  # seconds between plain lines about a long task
 
 Title = Callable[[float | None], str]
-"""Returns the start of a line, such as the name of the run. Called with the seconds left, or None if unknown."""
+"""Returns the start of a line, such as the run's name. Called with the seconds left, or None if they are unknown."""
 
 
 class RunConsole(Console):
-    """A console that goes silent when its terminal or the reader of its output is gone, so that the run continues."""
+    """A console that goes silent if its terminal or the reader of its output disappears, so that the run continues."""
 
     def _check_buffer(self) -> None:
         try:
@@ -64,7 +60,7 @@ def say(console: Console, text: str) -> None:
 
 
 class Display:
-    """Shows the progress of long-running tasks on a console, if there is one. name: starts each line."""
+    """Shows the progress of long-running tasks on a console, if there is one. name: printed before each line."""
 
     def __init__(self, console: Console | None, name: str = "") -> None:
         self._console = console
@@ -89,7 +85,7 @@ class Display:
             say(self._console, self._prefix + text)
 
     def task(self, what: str) -> Callable[[int, int], None]:
-        """Return a function that shows the progress of a long task when called with the amount done and the total."""
+        """Return a function that, given the amount done and the total, shows the progress of a long task."""
         shown = time.monotonic()
         first: tuple[int, float] | None = None  # a resumed download does not start at 0
 
@@ -116,7 +112,7 @@ class Display:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Return the loss, the speed, the worst layer's load spread and the mean fanout in one line."""
+    """Return the loss, the speed, the worst layer's load spread and the mean fanout as one line."""
     parts = [f"loss {record['loss']:.4f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
     layers = record["layers"].values()
     if layers:
@@ -133,55 +129,44 @@ def clock(seconds: float) -> str:
 
 
 def train_record(model: GPT, interval: Interval) -> dict[str, Any]:
-    """Return the means over an interval of all measurements of steps that docs/analysis.md lists.
+    """Return the mean of each per-step measurement (listed in docs/analysis.md) over an interval.
 
-    The mean over all lines, weighted by their steps, is the mean over the run, however many steps a line covers.
+    The mean over all lines, weighted by their steps, is the mean over the run, however many steps each line covers.
     """
     means = {name: _rounded(value) for name, value in interval.means.items()}
-    layers = {
-        str(layer): {
-            name.removeprefix(f"{layer}."): value for name, value in means.items() if name.startswith(f"{layer}.")
-        }
-        for layer, _ in model.moe_layers()
-    }
+    layers: dict[str, dict[str, Any]] = {str(layer): {} for layer, _ in model.moe_layers()}
+    for name, value in means.items():
+        layer, dot, measured = name.partition(".")
+        if dot:
+            layers[layer][measured] = value
     exact = {name: float(interval.means[name]) for name in ("loss", "cross_entropy")}
     return exact | {"grad_norm": means["grad_norm"], "steps": interval.steps, "layers": layers}
 
 
 def validation_record(model: GPT, validation: Validation) -> dict[str, Any]:
-    """Return the content of the line for a validation in metrics.jsonl."""
-    layers = {
-        str(layer): {
-            "usage": _rounded(observation.usage),
-            "load_spread": _rounded(observation.load_spread),
-            "fanout_mean": _rounded(observation.fanout_mean),
-            "fanout_counts": observation.fanout_counts.tolist(),
-        }
-        for (layer, _), observation in zip(model.moe_layers(), validation.observations, strict=True)
-    }
-    return {
-        "loss": validation.loss,
-        "bits_per_byte": validation.bits_per_byte,
-        "tokens": validation.tokens,
-        "layers": layers,
-    }
+    """Return the content of a validation's line in metrics.jsonl."""
+    layers = {}
+    for (layer, _), seen in zip(model.moe_layers(), validation.observations, strict=True):
+        values = {name: _rounded(getattr(seen, name)) for name in ("usage", "load_spread", "fanout_mean")}
+        layers[str(layer)] = values | {"fanout_counts": seen.fanout_counts.tolist()}
+    return {name: getattr(validation, name) for name in ("loss", "bits_per_byte", "tokens")} | {"layers": layers}
 
 
 def core_record(core: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of the line for CORE results. `metric` is the mean centred accuracy of all tasks."""
+    """Return the content of the line with CORE results. `metric` is the mean centred accuracy over all tasks."""
     names = ("rows", "accuracy", "centred", "cropped", "sequences")
     tasks = {label: {name: task[name] for name in names} for label, task in core["tasks"].items()}
     return {"metric": core["metric"], "baselines": core["baselines"], "tasks": tasks}
 
 
 def _rounded(values: Tensor) -> Any:
-    """Return a number or a list of numbers, rounded to six digits. This makes lines half as long."""
+    """Return a number or a list of numbers, rounded to six significant digits to make lines half as long."""
     numbers = [float(f"{value:.6g}") for value in values.flatten().tolist()]
     return numbers if values.ndim else numbers[0]
 
 
 Track = Callable[[int, Mapping[str, float]], None]
-"""Called with a step and a flattened line of metrics.jsonl, with keys such as `train/layers/1/usage/0`."""
+"""Called with a step and a flattened line of metrics.jsonl, which has keys such as `train/layers/1/usage/0`."""
 
 
 def require_tracker(name: TrackerName) -> None:
@@ -200,8 +185,8 @@ def require_tracker(name: TrackerName) -> None:
 def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], step: int) -> Iterator[Track | None]:
     """Open the named tracker for a run that continues after `step`. Yield None for 'none'.
 
-    TensorBoard writes event files to the run folder and hides later steps in them. trackio and W&B log to a run of the
-    project `expert-threshold` that is named after the folder. W&B also stores its files in the run folder.
+    TensorBoard writes event files to the run folder, and hides any later steps in earlier files. trackio and W&B log to
+    a run that is named after the folder, in the project `expert-threshold`. W&B also stores its files in the folder.
     """
     if name == "none":
         yield None
@@ -230,7 +215,7 @@ def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], st
 
 
 def flatten(record: Any, name: str) -> dict[str, float]:
-    """Return all numbers in a record, keyed by path."""
+    """Return all numbers in a record, keyed by their paths."""
     if isinstance(record, list):
         record = dict(enumerate(record))
     if isinstance(record, Mapping):
@@ -239,25 +224,23 @@ def flatten(record: Any, name: str) -> dict[str, float]:
 
 
 class DivergedError(ValueError):
-    """Raised when the loss, scores or gradients have not been finite for too many steps in a row."""
+    """Raised if the loss, the scores or the gradients were not finite in too many consecutive steps."""
 
 
 class RunLog:
     """Appends to metrics.jsonl, passes the same numbers to a tracker, and prints what happens.
 
     done: the steps at which each kind of evaluation was done. last: the loss and bits per byte of the last validation,
-    or None. title: starts each line about a step.
+    each None if unknown. title: returns the start of each line about a step.
     """
 
     def __init__(
         self, folder: RunFolder, prepared: Prepared, display: Display, title: Title, track: Track | None
     ) -> None:
         self.display = display
-        self._folder = folder
-        self._state = state = prepared.state
-        self._record = prepared.record
-        self._title = title
-        self._track = track
+        self._folder, self._title, self._track = folder, title, track
+        self._state, self._record = prepared.state, prepared.record
+        state = prepared.state
         self._first, self._start = state.step, time.monotonic()
         self._summary = ""
         done, last, dead = state.parallel.from_main(lambda: _logged(folder))
@@ -275,10 +258,8 @@ class RunLog:
         """
         state = self._state
         if state.not_finite:
-            self._write(
-                "event",
-                {"event": "skipped_step", "in_a_row": state.skipped_in_a_row, "reason": state.not_finite},
-            )
+            event = {"event": "skipped_step", "in_a_row": state.skipped_in_a_row, "reason": state.not_finite}
+            self._write("event", event)
             self.display.say(f"step {state.step}: {state.not_finite}; the step was skipped and changed nothing")
         if state.skipped_in_a_row >= MAX_SKIPS:
             self._write("event", {"event": "diverged"})
@@ -300,12 +281,12 @@ class RunLog:
             self._say(f"{self._summary}  {clock(left)} left", left)
 
     def _say(self, text: str, left: float | None = None) -> None:
-        """Print a line about this step. left: the seconds left, if known."""
+        """Print a line about this step. left: the seconds left, or None if they are unknown."""
         step = f"step {self._state.step}/{self._state.steps}"
         self.display.say("  ".join(filter(None, [self._title(left), step, text])))
 
     def _metrics(self) -> bool:
-        """Log the means over the steps since the last call. Return False if all were skipped."""
+        """Log the means over the steps since the last call. Return False if all of these steps were skipped."""
         state = self._state
         interval = state.take_interval()
         if interval is None:
@@ -319,18 +300,17 @@ class RunLog:
         }
         self._write("train", record)
         self._summary = summary(record)
-        for layer, values in record["layers"].items():  # warn once about each expert that got no token
+        for layer, values in record["layers"].items():  # warn once about each expert that gets no tokens
             for expert, usage in enumerate(values["usage"]):
                 if usage == 0 and (int(layer), expert) not in self._dead:
                     self._dead.add((int(layer), expert))
                     self._write("event", {"event": "dead_expert", "layer": int(layer), "expert": expert})
-                    self.display.say(
-                        f"warning: expert {expert} of layer {layer} got no token in the last {interval.steps} steps"
-                    )
+                    what = f"expert {expert} of layer {layer} got no token in the last {interval.steps} steps"
+                    self.display.say(f"warning: {what}")
         return True
 
     def revised_steps(self, decision: Decision, before: int) -> None:
-        """Log that the run now has `decision.steps` steps, and record this in config.json for a later resume."""
+        """Report that the run now has `decision.steps` steps, and record this in config.json for a later resume."""
         budget = self._state.budget
         if abs(decision.steps - before) > 0.01 * before:
             self.display.say(
@@ -343,7 +323,7 @@ class RunLog:
             self._folder.write_config(self._record)
 
     def validation(self, validation: Validation, elapsed: float) -> None:
-        """Log a validation at this step. elapsed: the run's time in seconds after the validation."""
+        """Log a validation at this step. elapsed: the run's time, in seconds, when the validation had finished."""
         state = self._state
         self._write("validation", validation_record(state.model, validation) | {"elapsed": elapsed})
         self.last = validation.loss, validation.bits_per_byte
@@ -364,7 +344,7 @@ class RunLog:
 
 @contextmanager
 def run_log(folder: RunFolder, prepared: Prepared, display: Display, title: Title) -> Iterator[RunLog]:
-    """Write config.json and the tokenizer, remove metrics of steps after the checkpoint, and yield the log."""
+    """Write config.json and the tokenizer, remove the metrics of steps after the checkpoint, and yield the log."""
     state = prepared.state
 
     def begin() -> None:
@@ -380,7 +360,7 @@ def run_log(folder: RunFolder, prepared: Prepared, display: Display, title: Titl
 
 
 def _logged(folder: RunFolder) -> tuple[dict[str, list[int]], list[float | None], list[tuple[int, int]]]:
-    """Return the steps of each kind of evaluation, the numbers of the last validation, and the dead experts."""
+    """Return the steps of each kind of evaluation, the results of the last validation, and the dead experts."""
     records = folder.metrics.read()
     with corrupted_file_error(folder.metrics.path, "restore it from a backup, or delete that line"):
         last: list[float | None] = [None, None]

@@ -1,4 +1,4 @@
-"""The training loop, which alternates between optimizer steps and other work."""
+"""Runs the training loop, which alternates between optimizer steps and other work."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .prepare import Text, prepare
 from .saving import Saver
 from .state import Sums, TrainState, all_reduce, describe_nonfinite, step_values
 
-SHARED_WITHIN = 10.0  # seconds until a network file system must show all ranks what the main rank wrote
+SHARED_WITHIN = 10.0  # seconds within which a network file system must show all ranks what the main rank wrote
 
 
 class TrainResult(NamedTuple):
-    """The progress of a run. `loss` and `bits_per_byte` are from the last validation, or None if there was none."""
+    """The outcome of a run. `loss` and `bits_per_byte` are from the last validation, or None if there was none."""
 
     step: int
-    finished: bool  # False if a signal stopped the run, in which case there is a checkpoint of `step`
+    finished: bool  # False if a signal stopped the run, which can then be resumed from a checkpoint of `step`
     loss: float | None
     bits_per_byte: float | None
     seconds: float  # spent on optimizer steps, in all sessions
@@ -55,7 +55,7 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     A skipped step consumes its batch, leaves weights, optimizers and rules unchanged, and sets `state.not_finite` to
     the reason. `RunLog` gives up after ten skipped steps in a row.
 
-    status: returns this rank's status. Afterwards, `state.status` is the sum over all ranks.
+    status: returns this rank's status. The sum over all ranks is then stored in `state.status`.
     """
     start = time.perf_counter()
     model, optimizers, shards, local = state.model, state.optimizers, state.shards, state.local
@@ -69,8 +69,9 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
         if micro_batch == local.accumulation - 1:
             shards.begin_last_backward()
         output = state.forward(*(to_device(part, state.device) for part in batch))
-        # Gradients are summed over ranks, so losses are divided by the micro-batches of all ranks. This also holds for
-        # split experts: their owner receives rows from all ranks in its group, and other groups' gradients are added.
+        # Gradients are summed over ranks, so losses are divided by the number of micro-batches on all ranks. This is
+        # also right for split experts: their owner receives the rows of all ranks in its group, and the gradients of
+        # other groups are added.
         loss, cross_entropy = (each / micro_batches for each in losses(local, output, batch.targets, state.loader))
         loss.backward()
         new = Sums(loss.detach(), cross_entropy.detach(), output.observations)
@@ -79,12 +80,12 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     shards.reduce_gradients()
     sums, norm, state.status = all_reduce(sums, optimizers.grad_norm(), status(), state.parallel.world)
 
-    # The host waits for the device here, and in each layer whose backend counts the loads of experts. If there are
+    # The host waits for the device here, and in each layer whose backend counts the experts' loads. If there are
     # several ranks, it also waits for their status and, in each layer, for the number of tokens in the global pool.
     is_finite = bool(all_finite([norm, *tree_leaves(sums)]))
     if is_finite:
         optimizers.step(step, budget.scheduled, norm, shards.gather_updated, budget.progress(step))
-        # This comes before the update, so that values refer to the cutoffs that routed this step.
+        # This comes before the rules are updated, so that values refer to the cutoffs that routed this step.
         means = {"loss": sums.loss, "cross_entropy": sums.cross_entropy, "grad_norm": norm}
         state.add_to_interval(means | step_values(model, sums.observations))
         model.update_rules(sums.observations)
@@ -95,22 +96,22 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
 
 
 def losses(local: LocalBatch, output: Output, targets: Tensor, loader: Loader) -> tuple[Tensor, Tensor]:
-    """Return the loss and cross-entropy, scaled such that their means over ranks equal the means of the micro-batch.
+    """Return the loss and the cross-entropy, scaled so that their means over ranks are the means over the micro-batch.
 
-    targets: the targets of this rank, (batch, time), negative where ignored. loader: counts the targets of all ranks.
+    targets: this rank's targets, (batch, time), negative where ignored. loader: counts the targets on all ranks.
     """
     loss, cross_entropy = output.loss, output.cross_entropy
     assert loss is not None
     assert cross_entropy is not None
     if local.joint_mean:
         weight = int((targets >= 0).sum()) * local.ranks / max(loader.targets, 1)
-        if weight != 1:  # rules' losses are means over all tokens, and every rank has equally many
+        if weight != 1:  # the rules' losses are means over all tokens, of which every rank has equally many
             loss, cross_entropy = loss + (weight - 1) * cross_entropy, weight * cross_entropy
     return loss, cross_entropy
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy x from the host to the device. The host does not wait for copies from pinned memory to CUDA."""
+    """Copy x from the host to the device. The host does not wait for a copy to CUDA, which is from pinned memory."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -133,12 +134,14 @@ def train(
 ) -> TrainResult:
     """Train a run in a folder that was created for it or, with `resume`, continue from its last checkpoint.
 
-    init_from: a run that provides the initial weights, cutoffs or biases, and the tokenizer. minutes: a time budget, to
-    which the number of steps is adapted during the run; see `budget`. With `resume`, more `config.steps` or a different
-    number of minutes extends the run. sample: returns text every `sample_every` steps. text: the result of `read_text`
-    for these options, which several runs can share. validated: called with the step and the loss of each validation; an
-    exception from it ends the run. console: where progress is shown; None shows nothing. title: the start of each line
-    about steps. rendezvous: the ranks that train together, each of which must make this call.
+    init_from: a run that provides the initial weights, the tokenizer, and the rule's state if the rules are compatible.
+    minutes: a time budget, to which the number of steps is adapted during the run; see `budget`. With `resume`, more
+    `config.steps` or a different number of minutes extends the run. sample: returns text every `sample_every` steps.
+    text: the result of `read_text` for these options, which several runs can share. validated: called with the step and
+    the loss of each validation; an exception from it ends the run. console: where progress is shown, or None. title:
+    returns the start of each line about steps. rendezvous: the ranks that train together, each of which must make this
+    call.
+
     After one of the signals in `interrupt`, the run finishes its step, saves a checkpoint and returns. Raises
     ValueError if options contradict each other, the run or the machine, and after ten skipped steps in a row. Raises
     OSError if the disk is full. Earlier checkpoints remain intact.
@@ -165,9 +168,8 @@ def train(
         prepared = prepare(folder, model, data, optim, config, resume, init_from, minutes, display, parallel, text)
         state = prepared.state
 
-        def orphaned() -> bool:
-            """Return True once the ranks' launcher is gone."""
-            return rendezvous is not None and rendezvous.is_orphaned
+        def asks_to_stop() -> bool:
+            return interrupt.requested or (rendezvous is not None and rendezvous.is_orphaned)
 
         with (
             run_log(folder, prepared, display, title) as log,
@@ -175,7 +177,7 @@ def train(
             closing(state.loader),
             gc_frozen(),
         ):
-            interrupt.deferred = True  # before this point, there was nothing to save
+            interrupt.deferred = True  # until now, there was nothing to save
             timer = Timer(state, prepared.validation)
             evaluations = Evaluations(folder, prepared, sample, saver, log, timer, interrupt, validated)
             if state.step > 0:
@@ -183,7 +185,7 @@ def train(
 
             while state.step < state.steps and not interrupt.stops(state):
                 with timer.measure():
-                    train_step(state, lambda: saver.status(stop=interrupt.requested or orphaned()))
+                    train_step(state, lambda: saver.status(asks_to_stop()))
                 if not interrupt.stops(state):
                     timer.revise_steps(log)
                 saver.commit_if_written(state.status)
@@ -209,8 +211,10 @@ def train(
 
 @contextmanager
 def _locked(folder: RunFolder, rendezvous: Rendezvous | None, options: Mapping[str, Any]) -> Iterator[None]:
-    """Hold the folder's lock on the main rank. Raises ValueError on every rank if the folder is already locked, if
-    ranks have different options, or if they do not share the folder.
+    """Hold the folder's lock on the main rank.
+
+    Raises ValueError on every rank if the folder is already locked, if ranks have different options, or if they do not
+    share the folder.
     """
     with ExitStack() as stack:
         from_main(rendezvous, lambda: stack.enter_context(folder.lock()))
@@ -226,7 +230,7 @@ def _locked(folder: RunFolder, rendezvous: Rendezvous | None, options: Mapping[s
 
 
 def opening(text: Tokens, tokenizer: Tokenizer) -> str | None:
-    """Return three words from the start of a line near the beginning of the text, or None if no line has three."""
+    """Return the first three words of a line near the beginning of the text, or None if no line there has three."""
     lines = tokenizer.decode(text.ids[1 : text.offsets[1]][:256].tolist()).splitlines()
     words = (line.split()[:3] for line in lines)
     return next((" ".join(found) for found in words if len(found) == 3 and "".join(found).isprintable()), None)

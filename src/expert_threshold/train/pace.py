@@ -24,9 +24,9 @@ WARMUP_STEPS, SECONDS = 3, 5.0
 
 
 def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: TrainConfig) -> int:
-    """Return how many tokens a run can train on in `seconds`, from the median step time of a model on random tokens.
+    """Return how many tokens a run can train on in `seconds`, given the median step time of a model on random tokens.
 
-    This takes SECONDS plus the time to build the model. The state of torch's global random generator is preserved.
+    This takes SECONDS plus the time to build the model. It preserves the state of torch's global random generator.
     """
     device = pick_device(config.device)
     if config.threads is not None:
@@ -36,10 +36,10 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         tokens = torch.randint(model.vocab_size, (config.batch_size, model.context + 1))
         batches = itertools.repeat(Batch(tokens[:, :-1], tokens[:, 1:]))
         optimizers = make_optimizers(gpt.named_parameters(), optim, model.d_model)
-        # `auto` depends on the number of steps, which is not known yet
+        # `auto` depends on the number of steps, which is not known yet.
         compiling = config.compile == "on" and pick_compile(model, config, device, ranks=1, say=lambda _: None)
         forward = compiled(gpt) if compiling else None
-        config = replace(config, steps=max(config.steps, WARMUP_STEPS + 1))  # not fewer than are measured
+        config = replace(config, steps=max(config.steps, WARMUP_STEPS + 1))  # at least one step is measured
         state = TrainState(gpt, optimizers, cast(Loader, batches), config, forward=forward)
         times: list[float] = [_seconds_of_step(state)]
         end = time.perf_counter() + SECONDS

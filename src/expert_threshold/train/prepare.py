@@ -1,4 +1,4 @@
-"""Prepares everything for the first step of a run, and checks it before anything is written."""
+"""Prepares all that the first step of a run needs, and checks it before anything is written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .log import Display
 from .state import Prepared, TrainState, load_weights
 
 TOKENIZER_CHARACTERS = 2_000_000_000
-"""The number of characters, from the beginning of the text, on which a tokenizer is trained."""
+"""The maximum number of characters, from the beginning of the text, on which a tokenizer is trained."""
 
 
 class Text(NamedTuple):
@@ -63,7 +63,7 @@ def prepare(
     parallel: Parallel,
     text: Text | None = None,
 ) -> Prepared:
-    """Prepare a run at its start or, with `resume`, at its last checkpoint. Raises ValueError as `train` does.
+    """Prepare a new run or, with `resume`, a run at its last checkpoint. Raises ValueError as `train` does.
 
     text: the result of `read_text` for these options, or None to read the text here.
     """
@@ -71,7 +71,7 @@ def prepare(
     device = parallel.device
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    # Weight gradients sum over all tokens. cuBLAS splits this sum, and by default would add up the parts in bfloat16.
+    # Weight gradients are sums over all tokens, which cuBLAS splits. By default, it would add up the parts in bfloat16.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     record = _record(model, data, optim, config, device)
     if resume:
@@ -105,10 +105,10 @@ def prepare(
     if saved is not None:
         load_weights(gpt, saved)
     if text is None:
-        new = saved is None and source is None
-        tokenizer = (
-            _new_tokenizer(corpus, model.vocab_size, display, parallel) if new else (source or folder).tokenizer()
-        )
+        if saved is None and source is None:
+            tokenizer = _new_tokenizer(corpus, model.vocab_size, display, parallel)
+        else:
+            tokenizer = (source or folder).tokenizer()
         text = _tokenized(corpus, tokenizer, config, model.context, display)
     if parallel.rendezvous is not None:
         facts = {"text": corpus.hash, "tokenizer": text.tokenizer.hash, "dtype": str(dtype)}
@@ -168,19 +168,18 @@ def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, contex
                 f"{corpus.name} has too little validation text for a loss ({len(validation)} tokens); "
                 "provide more text, or use --eval-every none"
             )
-    train: Tokens | Parts
     if corpus.parts is not None:
-        train = corpus.parts("train", tokenizer)
-    else:
-        train = pack(corpus, tokenizer, "train", display.task("tokenizing text for training"))
+        return Text(corpus, tokenizer, validation, corpus.parts("train", tokenizer))
+    train = pack(corpus, tokenizer, "train", display.task("tokenizing text for training"))
     return Text(corpus, tokenizer, validation, train)
 
 
 def _budget(
     folder: RunFolder, record: dict[str, Any], saved: Checkpoint | None, resume: bool, minutes: float | None
 ) -> Budget:
-    """Return the budget of a run with its decisions so far. If a resumed run is given more steps or a different number
-    of minutes, extend the budget and update `record`.
+    """Return a run's budget with its decisions so far.
+
+    If a resumed run is given more steps or a different number of minutes, the budget is extended and `record` updated.
     """
     path, asked = folder.path / "config.json", record["train"]["steps"]
     if not resume:
@@ -214,7 +213,7 @@ def _budget(
 
 
 def _describe_extension(state: TrainState) -> str:
-    """Return a line that describes the learning rates of a run that is extended at this step."""
+    """Return a line that describes the learning rates of a run that is being extended at this step."""
     budget, steps = state.budget, (state.step - 1, state.step, state.steps - 1)
     rates = [state.optimizers.learning_rates(step, budget.scheduled, budget.progress(step)) for step in steps]
     name = next(iter(rates[0]))
@@ -225,7 +224,10 @@ def _describe_extension(state: TrainState) -> str:
 def _starting_point(
     folder: RunFolder, record: dict[str, Any], resume: bool, parallel: Parallel
 ) -> tuple[Checkpoint | None, RunFolder | None]:
-    """Return the run's last checkpoint or, if it has none, the run that initializes it. Either may be None."""
+    """Return the run's last checkpoint or, if there is none, the run that provides its initial weights.
+
+    At most one of them is not None. Raises ValueError if a resumed run has lost its checkpoints.
+    """
 
     def last() -> int | None:
         if folder.has_lost_checkpoints:
@@ -262,12 +264,12 @@ def _read_core(config: TrainConfig) -> Sequence[Task]:
         raise ValueError(f"core_every={config.core_every} needs the questions of CORE; download them with et data core")
     tasks = read_bundle(bundle)
     for task in tasks:
-        choose_rows(task, config.core_max_per_task)  # raises now, rather than after some steps, if there are too few
+        choose_rows(task, config.core_max_per_task)  # if there are too few, raise now rather than after some steps
     return tasks
 
 
 def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: Parallel) -> Tokenizer:
-    """Return the tokenizer that comes with the text if it has the right size, or else train one on the text."""
+    """Return the tokenizer that comes with the text if it has the right size, otherwise train one on the text."""
     beside = corpus.tokenizer
     if beside is not None and beside.vocab_size == vocab_size:
         return beside
@@ -287,11 +289,7 @@ def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: 
 
 
 def _record(
-    model: GPTConfig,
-    data: DataConfig,
-    optim: OptimConfig,
-    config: TrainConfig,
-    device: torch.device,
+    model: GPTConfig, data: DataConfig, optim: OptimConfig, config: TrainConfig, device: torch.device
 ) -> dict[str, Any]:
     """Return the complete configuration, with every `auto` resolved for this machine."""
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
@@ -313,7 +311,7 @@ def _record(
 
 
 def _commit() -> str | None:
-    """Return the commit of the package's source, marked if it was modified, or None if it is not in a repository."""
+    """Return the commit of the package's source, marked if modified, or None if git does not track the source."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -326,7 +324,7 @@ def _commit() -> str | None:
         return None
 
 
-# Options that must be equal for the weights to fit. Rules may differ, but not in their number of experts.
+# Options that must be equal for weights to fit. Rules may differ, but not in their number of experts.
 ARCHITECTURE = (
     "vocab_size", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward", "shared_experts",
     "dense_layers", "gate_norm", "activation", *TRUNKS["paper"],
@@ -334,7 +332,10 @@ ARCHITECTURE = (
 
 
 def _load_initial(gpt: GPT, source: RunFolder) -> str:
-    """Load the weights of a run, and its rule's state if our rule can continue it. Return a line for the user."""
+    """Load another run's weights, and its rule's state if this model's rule can continue it.
+
+    Return a line for the user. Raises ValueError if an option of the architecture differs.
+    """
     mine, theirs = gpt.config, GPTConfig.from_dict(source.config)
     shapes = {name: (vars(mine)[name], vars(theirs)[name]) for name in ARCHITECTURE}
     my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
@@ -361,7 +362,7 @@ def _load_initial(gpt: GPT, source: RunFolder) -> str:
 
 
 def _fitted(weights: Mapping[str, Tensor], gpt: GPT, rule: Rule | None) -> dict[str, Tensor]:
-    """Return the weights of a run with `rule`, adapted to this model's rule.
+    """Return the weights of a run that used `rule`, adapted to this model's rule.
 
     If the number of scores differs, the router's rows for null scores keep their initial values. So does the rule's
     state if this model's rule cannot continue it or if its shape differs.

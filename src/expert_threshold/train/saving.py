@@ -1,9 +1,10 @@
-"""Writes checkpoints in the background, so that training waits only for the copy to host memory."""
+"""Writes checkpoints in the background, so that training only waits for the copy to host memory."""
 
 from __future__ import annotations
 
 import shutil
 import time
+from collections import ChainMap
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,15 @@ POLL = 0.02  # seconds between checks of what other ranks have written
 
 
 class LostSaveError(Exception):
-    """Raised when another rank could not save. That rank reports the reason."""
+    """Raised if another rank could not save. That rank reports the reason."""
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. It keeps the newest `keep` of them, or all if `keep` is None.
+    """Writes a run's checkpoints, one at a time. Keeps the newest `keep` checkpoints, or all if `keep` is None.
 
     All ranks write their files at the same time. Their status is part of every step's all-reduce, so all ranks learn at
     the same step that the files are complete. The main rank then commits the checkpoint. torch.distributed.checkpoint
-    would pickle its metadata, whereas any number of ranks can load the safetensors and JSON files of a run folder.
+    is not used because it would pickle its metadata.
     """
 
     def __init__(self, folder: RunFolder, parallel: Parallel, keep: int | None) -> None:
@@ -33,13 +34,13 @@ class Saver:
         self._parallel = parallel
         self._keep = keep
         self._pool = ThreadPoolExecutor(1, "save")
-        self._saved: Checkpoint | None = None  # a copy, while it is being written
+        self._saved: Checkpoint | None = None  # a copy that is being written
         self._temporary: Path | None = None
         self._files: Future[Fingerprints] | None = None
         self._commit: Future[None] | None = None
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Copy the checkpoint and start writing it, once the previous one is complete. All ranks call this together."""
+        """Wait for the previous checkpoint, then copy this one and start writing it. All ranks must call this."""
         self.finish()
         assert self._saved is None
         parallel, folder = self._parallel, self._folder
@@ -47,7 +48,7 @@ class Saver:
         if parallel.world is None:
             self._commit = self._pool.submit(folder.save_checkpoint, *saved, self._keep)
         else:
-            # The store is not used here, since it is lost with the launcher, exactly when saving matters most.
+            # The store is not used here, since it is lost with the launcher, just when saving matters most.
             made = checkpoints.begin(folder.checkpoints_path, saved.step) if parallel.is_main else None
             self._temporary = gather(made, parallel.world)[0]
             if self._temporary is None:  # this step is already saved
@@ -56,31 +57,27 @@ class Saver:
         self._saved = saved
 
     def status(self, stop: bool = False) -> Status:
-        """Return this rank's status. stop: whether a signal has asked the run to stop."""
+        """Return this rank's status. stop: True if this rank asks the run to stop."""
         files, commit = self._files, self._commit
         failed = any(future is not None and future.done() and future.exception() for future in (files, commit))
         written = files is not None and files.done() and not failed
         return Status(int(stop), int(self._saved is not None), int(written), int(failed))
 
     def commit_if_written(self, status: Status) -> None:
-        """Commit the checkpoint if the status of all ranks shows that every file is complete.
+        """Commit the checkpoint if `status`, the sum over all ranks, shows that every file is complete.
 
-        If a rank could not write, it raises its own error, and every other rank raises LostSaveError.
+        A rank that could not write raises its own error, and every other rank raises LostSaveError.
         """
         if status.failed:
             self._raise()
         if self._parallel.world is not None and status.written == self._parallel.world_size:
             assert self._files is not None
             assert self._saved is not None
-            files: Fingerprints = {}
-            for of_rank in gather(self._files.result(), self._parallel.world):
-                files |= of_rank
+            files = dict(ChainMap(*gather(self._files.result(), self._parallel.world)))
             self._files = None
             if self._parallel.is_main:
-                step, _, state = self._saved
-                self._commit = self._pool.submit(
-                    checkpoints.commit, self._folder.checkpoints_path, step, files, state, self._keep
-                )
+                parent, (step, _, state) = self._folder.checkpoints_path, self._saved
+                self._commit = self._pool.submit(checkpoints.commit, parent, step, files, state, self._keep)
             else:
                 self._saved = None
         # A commit that failed after the status was taken is kept, so that the next status reports it to all ranks.
@@ -88,7 +85,7 @@ class Saver:
             self._commit, self._saved = None, None
 
     def finish(self) -> None:
-        """Wait until the checkpoint is complete. All ranks call this together. Raises as `commit_if_written` does."""
+        """Wait until the checkpoint is complete. All ranks must call this. Raises as `commit_if_written` does."""
         if self._parallel.world is None:
             if self._commit is not None:
                 self._commit.exception()
@@ -99,23 +96,21 @@ class Saver:
             time.sleep(POLL)
 
     def close(self) -> None:
-        """Wait for the thread. If there are several ranks, a checkpoint that is not committed yet is discarded."""
+        """Wait for the thread. If there are several ranks, discard a checkpoint that has not been committed yet."""
         self._pool.shutdown()
         if self._temporary is not None and self._parallel.is_main:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _raise(self) -> None:
         for future in (self._files, self._commit):
-            if future is not None and future.done():
-                error = future.exception()
-                if error is not None:
-                    self._files = self._commit = self._saved = None
-                    raise error
+            if future is not None and future.done() and (error := future.exception()) is not None:
+                self._files = self._commit = self._saved = None
+                raise error
         raise LostSaveError
 
 
 def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return copies in host memory that share no memory with the tensors that are trained."""
+    """Return copies in host memory, which share no memory with the tensors that are being trained."""
 
     def copy(value: Any) -> Any:
         if isinstance(value, Part):

@@ -1,7 +1,7 @@
-"""The training state, which every optimizer step updates and checkpoints store, including measurements of steps.
+"""Defines the training state, which optimizer steps update and checkpoints store, including measurements of steps.
 
-Metrics are means of values that are computed for each step, so they do not depend on --log-every. Values computed from
-sums over several steps would depend on it, since both loads and batch cutoffs vary less when averaged over more steps.
+Metrics are means of values that are computed at each step, so they do not depend on --log-every. Values computed from
+sums over several steps would, since both loads and batch cutoffs vary less when averaged over more steps.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ COUNTERS = (
     "tokens", "seconds", "elapsed", "interval_steps", "interval_tokens", "interval_seconds", "skipped",
     "skipped_in_a_row",
 )  # fmt: skip
-"""The attributes of `TrainState` that a checkpoint stores unchanged."""
+"""The attributes of `TrainState` that checkpoints store unchanged."""
 
 
 class Sums(NamedTuple):
-    """Sums over the micro-batches and ranks of a step, without gradient, on the model's device.
+    """Sums over the micro-batches and ranks of a step, detached and on the model's device.
 
-    Each loss is divided by the number of micro-batches beforehand, so that the sum is the mean over the step.
+    Each loss has been divided by the number of micro-batches on all ranks, so that the sum is the mean over the step.
     """
 
     loss: Tensor  # (), including the rules' auxiliary losses
@@ -50,14 +50,14 @@ class Sums(NamedTuple):
 
 
 Values = dict[str, Tensor]
-"""The values of a step, or their sums over steps, keyed by `name` or `layer.name`. They are on the model's device."""
+"""The values of a step, or their sums over steps, keyed by `name` or `layer.name`."""
 
 MEASURED = ("usage", "load_spread", "fanout_mean", "fanout_std", "score_std", "gate_std")
 """The properties of an observation that are recorded as metrics for every rule."""
 
 
 def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
-    """Return the values of a step. Call this before updating the rules, whose cutoffs or biases routed the step."""
+    """Return the values of a step. Call this before updating the rules, whose current state routed the step."""
     found: Values = {}
     for (layer, moe), seen in zip(model.moe_layers(), observations, strict=True):
         values = {name: getattr(seen, name) for name in MEASURED}
@@ -88,7 +88,7 @@ def all_reduce(
 
 
 def describe_nonfinite(model: GPT, sums: Sums) -> str:
-    """Return a clause that names what is not finite: the loss, a gradient, or the scores of the first such layer."""
+    """Return a clause that says what is not finite: the loss, the scores of the first such layer, or a gradient."""
     layers = zip(model.moe_layers(), sums.observations, strict=True)
     clauses = (scores_not_finite(observation, f"layer {layer}") for (layer, _), observation in layers)
     scores = next(filter(None, clauses), None)
@@ -102,7 +102,7 @@ class TrainState:
 
     step: number of steps so far, including skipped ones. seconds: time spent on these steps. elapsed: time spent on the
     run, including the work between steps. local: this rank's part of a step, by default the whole step. shards: the
-    parameters that this rank's optimizers step, by default all. forward: the model, or its compiled forward.
+    parameters that this rank's optimizers step, by default all. forward: the model's compiled forward, if any.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class TrainState:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the whole run, as decided so far."""
+        """The number of steps in the whole run, as decided so far."""
         return self.budget.steps_at(self.step)
 
     @property
@@ -153,7 +153,7 @@ class TrainState:
         return self.step == self.steps
 
     def is_due(self, every: int | None) -> bool:
-        """Return True at every multiple of `every` and at the end of the run, or always False if `every` is None."""
+        """Return True at every multiple of `every` and at the end of the run, but never if `every` is None."""
         return every is not None and (self.step % every == 0 or self.is_at_end)
 
     def learning_rates(self) -> dict[str, float]:
@@ -195,66 +195,50 @@ class TrainState:
     def checkpoint(self) -> Checkpoint:
         """Return this rank's part of the state, without copying weights and moments.
 
-        The main rank's part includes what all ranks have in common.
+        The main rank's part also includes what all ranks have in common, and the model's buffers.
         """
-        optimizer = self.optimizers.state_dict()
-        moments = _parts(
-            {name: (tensor, self._moment_slice(name, tensor)) for name, tensor in optimizer.tensors.items()}
-        )
-        common: dict[str, Mapping[str, Tensor | Part]] = {
-            "interval": self._values,
-            "random": random_state(self.device),
+        optimizer, owned = self.optimizers.state_dict(), self.shards.owned_weights()
+        moments = {name: (tensor, self._moment_slice(name, tensor)) for name, tensor in optimizer.tensors.items()}
+        tensors: dict[str, Mapping[str, Tensor | Part]] = {"model": _parts(owned), "optimizer": _parts(moments)}
+        if self.parallel.is_main:
+            buffers = {name: tensor for name, tensor in self.model.state_dict().items() if name not in owned}
+            tensors["model"] = {**tensors["model"], **buffers}
+            tensors |= {"interval": self._values, "random": random_state(self.device)}
+        state = {
+            "position": asdict(self.loader.position),
+            "optimizer": optimizer.counters,
+            "options": self.options,
+            "decisions": [list(decision) for decision in self.budget.decisions],
+            **{name: getattr(self, name) for name in COUNTERS},
         }
-        return Checkpoint(
-            self.step,
-            {"model": self._weights(), "optimizer": moments} | (common if self.parallel.is_main else {}),
-            {
-                "position": asdict(self.loader.position),
-                "optimizer": optimizer.counters,
-                "options": self.options,
-                "decisions": [list(decision) for decision in self.budget.decisions],
-                **{name: getattr(self, name) for name in COUNTERS},
-            },
-        )
-
-    def _weights(self) -> dict[str, Tensor | Part]:
-        """Return the weights that this rank owns. On the main rank, add the buffers, which no rank owns."""
-        owned = self.shards.owned_weights()
-        return _parts(owned) | {
-            name: tensor
-            for name, tensor in self.model.state_dict().items()
-            if self.parallel.is_main and name not in owned
-        }
+        return Checkpoint(self.step, tensors, state)
 
     def restore(self, saved: Checkpoint) -> None:
         """Restore everything except the weights from a checkpoint. Raises ValueError if it is incomplete."""
         with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to resume from an earlier one"):
-            self._restore(saved)
-
-    def _restore(self, saved: Checkpoint) -> None:
-        moments = self.optimizers.state_dict().tensors
-        self.optimizers.load_state_dict(
-            {name: self._local_part(name, tensor, moments) for name, tensor in saved.tensors["optimizer"].items()},
-            saved.state["optimizer"],
-        )
-        self._values = {name: tensor.to(self.device) for name, tensor in saved.tensors["interval"].items()}
-        restore_random_state(saved.tensors["random"], self.device)
-        self.loader.seek(Position(**saved.state["position"]))
-        self.step = saved.step
-        for name in COUNTERS:
-            setattr(self, name, saved.state[name])
+            mine, whole = self.optimizers.state_dict().tensors, saved.tensors["optimizer"]
+            moments = {name: self._local_part(name, tensor, mine) for name, tensor in whole.items()}
+            self.optimizers.load_state_dict(moments, saved.state["optimizer"])
+            self._values = {name: tensor.to(self.device) for name, tensor in saved.tensors["interval"].items()}
+            restore_random_state(saved.tensors["random"], self.device)
+            self.loader.seek(Position(**saved.state["position"]))
+            self.step = saved.step
+            for name in COUNTERS:
+                setattr(self, name, saved.state[name])
 
     def _local_part(self, name: str, saved: Tensor, moments: Mapping[str, Tensor]) -> Tensor:
-        """Return this rank's slice of a full moment. If shapes do not match, return it whole; loading rejects it."""
+        """Return this rank's slice of a full moment. If its shape is wrong, return it whole, so that loading fails."""
         if name not in moments:
             return saved
         where = self._moment_slice(name, moments[name])
         return where.of(saved).reshape(moments[name].shape) if tuple(saved.shape) == where.shape else saved
 
     def _moment_slice(self, name: str, moment: Tensor) -> Slice:
-        """Return this rank's slice of the full moment: the slice of its parameter, as far as their shapes agree.
+        """Return this rank's slice of a full moment, which covers the same rows as the slice of its parameter.
 
-        name: such as `muon.blocks.0.….momentum`, which contains the parameter's name.
+        name: the moment's name, such as `muon.blocks.0.….momentum`, which contains the parameter's name. Along each
+        dimension, the full moment is as long as the full parameter if this rank's moment and shard of the parameter
+        are equally long, and otherwise as long as this rank's moment.
         """
         of = name.split(".", 1)[1].rsplit(".", 1)[0]
         parameter, where = self.shards.parameters[of], self.shards.slices[of]
@@ -271,11 +255,11 @@ class Prepared(NamedTuple):
     validation: Tokens | None  # None if there is no validation
     core: Sequence[Task]  # empty if CORE is not evaluated
     record: dict[str, Any]  # the content of config.json
-    extended: str | None  # a line about the new learning rates if the run is being extended
+    extended: str | None  # a line about the new learning rates, if the run is being extended
 
 
 def _parts(slices: Mapping[str, tuple[Tensor, Slice]]) -> dict[str, Tensor | Part]:
-    """Return the tensors as they are saved: whole and in the parameter's shape, or as a `Part` with its position."""
+    """Return tensors as they are saved: in the shape of the full tensor, or as a `Part` with its position."""
     parts: dict[str, Tensor | Part] = {}
     for name, (tensor, where) in slices.items():
         if where.is_full:
@@ -295,7 +279,7 @@ def load_weights(model: GPT, saved: Checkpoint) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's global random generators. The loader resumes from its position alone."""
+    """Return the states of torch's global random generators. The loader does not need one to resume."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()
@@ -303,7 +287,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restore the states of the generators. A generator that is missing in the checkpoint keeps its state."""
+    """Restore the states of the generators. A generator that is missing from `states` keeps its state."""
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu" and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type])
