@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -69,10 +68,7 @@ def test_ranks_that_do_not_share_the_run_folder_learn_it_before_the_first_step(
     ("texts", "line"),
     [
         ([INTERRUPTED, INTERRUPTED], INTERRUPTED),
-        (
-            ["Timed out in 9ms", INTERRUPTED],
-            "timed out: all 2 ranks are alive but out of step; resume; .*in 9ms.*",
-        ),
+        (["Timed out in 9ms", INTERRUPTED], "timed out: all 2 ranks are alive but out of step; resume; .*in 9ms.*"),
         (["Timed out in 9ms", None], "timed out: rank 1 of 2 did not answer; resume; .*in 9ms.*"),
         (["Connection closed by peer", None], "rank 1 of 2 exited or stopped responding; resume"),
         ([INTERRUPTED, "no such interface"], "rank 1: no such interface; resume"),
@@ -105,18 +101,11 @@ def test_a_rank_whose_store_is_gone_reports_by_itself() -> None:
 
 
 def test_ranks_wait_for_the_main_rank_while_it_sends_heartbeats(ranks: tuple[Rendezvous, Rendezvous]) -> None:
-    main, other = ranks
-    found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(other.from_main(lambda: "never made")))
-    thread.start()
-
-    def make() -> str:
+    def make(rank: Rendezvous) -> str:
         time.sleep(1.2)  # longer than the other rank's timeout
-        return "made"
+        return f"made by {rank.rank}"
 
-    assert main.from_main(make) == "made"
-    thread.join()
-    assert found == ["made"]
+    assert on_both(lambda rank: rank.from_main(lambda: make(rank)), ranks) == ["made by 0"] * 2
 
 
 def test_without_heartbeats_the_main_rank_counts_as_lost(ranks: tuple[Rendezvous, Rendezvous]) -> None:
@@ -126,15 +115,9 @@ def test_without_heartbeats_the_main_rank_counts_as_lost(ranks: tuple[Rendezvous
 
 
 def test_the_heartbeat_timeout_is_longer_than_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reached(Exception):  # noqa: N818
-        pass
-
-    def stop(*_: object, **__: object) -> None:
-        raise Reached
-
-    monkeypatch.setattr(mesh.dist, "init_process_group", stop)
+    monkeypatch.setattr(mesh.dist, "init_process_group", Mock(side_effect=RuntimeError("no connection")))
     for timeout, expected in ((1, rendezvous.MIN_HEARTBEAT_TIMEOUT), (900, 900)):
         main = Rendezvous(HashStore(), 0, 2, 0, 2)
-        with pytest.raises(Reached), process_groups(main, torch.device("cpu"), timeout=timeout):
-            pass
+        with pytest.raises(ValueError, match="this rank cannot connect to the others: no connection"):
+            process_groups(main, torch.device("cpu"), timeout=timeout).__enter__()
         assert main.heartbeat_timeout == expected > rendezvous.HEARTBEAT

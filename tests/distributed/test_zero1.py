@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,22 +13,9 @@ from expert_threshold.distributed.optimizer_shards import LocalParameter, Slice
 from expert_threshold.optim import OptimConfig, make_optimizers
 
 
-class Ranks:
-    """A process group, as far as making the buckets needs one."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._ranks
-
-
 def gathers(tables: dict[str, int], width: int, rank: int, ranks: int) -> list[int]:
     """Return the buckets of tables (rows, width) in the order in which a rank begins to gather them in a step."""
-    group = cast(Any, Ranks(rank, ranks))
+    group = Mock(**{"rank.return_value": rank, "size.return_value": ranks})
     replicas = [
         LocalParameter(name, nn.Parameter(torch.zeros(rows, width)), True, Slice(0, rows, (rows, width)), group)
         for name, rows in tables.items()
@@ -46,13 +33,12 @@ def gathers(tables: dict[str, int], width: int, rank: int, ranks: int) -> list[i
     return begun
 
 
-@pytest.mark.parametrize(("layers", "rows", "width", "ranks"), [(6, 256, 24, 3), (6, 256, 24, 6)])
-def test_all_ranks_gather_buckets_in_one_order(
-    layers: int, rows: int, width: int, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("ranks", [3, 6])
+def test_all_ranks_gather_buckets_in_one_order(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables were grouped by the rows that a rank owns, so that ranks began gathers of unequal sizes together."""
+    rows, width = 256, 24
     monkeypatch.setattr(zero1, "BUCKET_BYTES", 2 * rows * width * 4)
-    names = ["embed", *(f"blocks.{layer}.attention.value_embed" for layer in range(layers)), "head"]
+    names = ["embed", *(f"blocks.{layer}.attention.value_embed" for layer in range(6)), "head"]
     tables = {f"{name}.weight": rows for name in names}
     orders = [gathers(tables, width, rank, ranks) for rank in range(ranks)]
     assert len(orders[0]) > 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,38 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from expert_threshold.optim import (
-    NANOCHAT,
-    RELEASE,
-    AdamW,
-    Muon,
-    OptimConfig,
-    Optimizers,
-    make_optimizers,
-)
-from expert_threshold.optim.groups import (
-    falling,
-    momentum_at,
-    warmup,
-    weight_decay_at,
-)
+from expert_threshold.optim import NANOCHAT, RELEASE, AdamW, Muon, OptimConfig, Optimizers, make_optimizers
+from expert_threshold.optim.groups import falling, momentum_at, warmup, weight_decay_at
 
 SHAPES = {
-    "embed.weight": (12, 8),
-    "blocks.0.attention.query.weight": (8, 8),
-    "blocks.0.feed_forward.up.weight": (16, 8),
-    "blocks.1.moe.router.weight": (4, 8),
-    "blocks.1.moe.experts.up": (4, 16, 8),
-    "blocks.1.moe.experts.down": (4, 8, 16),
-    "blocks.1.moe.shared.up.weight": (16, 8),
-    "head.weight": (12, 8),
-}
+    "embed.weight": (12, 8), "blocks.0.attention.query.weight": (8, 8), "blocks.0.feed_forward.up.weight": (16, 8),
+    "blocks.1.moe.router.weight": (4, 8), "blocks.1.moe.experts.up": (4, 16, 8),
+    "blocks.1.moe.experts.down": (4, 8, 16), "blocks.1.moe.shared.up.weight": (16, 8), "head.weight": (12, 8),
+}  # fmt: skip
 SHORT = OptimConfig(ns_dtype="float32", adamw_warmup_steps=3, momentum_warmup_steps=4)
 
 
-def model(seed: int = 0) -> dict[str, nn.Parameter]:
+def model(seed: int = 0, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
 
 
 def optimizers(named: dict[str, nn.Parameter], config: OptimConfig = SHORT, d_model: int = 768) -> Optimizers:
@@ -64,8 +47,8 @@ def train(named: dict[str, nn.Parameter], optimizer: Optimizers, first: int, las
         optimizer.step(step, steps)
 
 
-def members(optimizer: Optimizers, group: str) -> set[str]:
-    return set(optimizer.groups[group].parameters)
+def members(optimizer: Optimizers, *groups: str) -> list[list[str]]:
+    return [list(optimizer.groups[group].parameters) for group in groups]
 
 
 def kinds(optimizer: Optimizers) -> dict[str, type]:
@@ -76,34 +59,27 @@ def kinds(optimizer: Optimizers) -> dict[str, type]:
 def test_embedding_and_head_get_adamw_and_every_matrix_muon() -> None:
     optimizer = optimizers(model())
     assert kinds(optimizer) == {"matrix": Muon, "expert": Muon, "embed": AdamW, "head": AdamW, "router": Muon}
-    assert members(optimizer, "embed") == {"embed.weight"}
-    assert members(optimizer, "head") == {"head.weight"}
-    assert members(optimizer, "router") == {"blocks.1.moe.router.weight"}
-    assert members(optimizer, "expert") == {"blocks.1.moe.experts.up", "blocks.1.moe.experts.down"}
-    assert set().union(*(members(optimizer, group) for group in optimizer.groups)) == set(SHAPES)
+    experts = ["blocks.1.moe.experts.up", "blocks.1.moe.experts.down"]
+    own = [["embed.weight"], ["head.weight"], ["blocks.1.moe.router.weight"], experts]
+    assert members(optimizer, "embed", "head", "router", "expert") == own
+    assert {name for names in members(optimizer, *optimizer.groups) for name in names} == set(SHAPES)
 
 
 TRUNK = {
-    "embed.weight": (12, 8),
-    "blocks.1.attention.value_embed.weight": (12, 8),
-    "blocks.1.attention.value_gate.weight": (2, 8),
-    "residual_scalars": (2,),
-    "skip_scalars": (2,),
-    "smear_gate.weight": (1, 8),
-    "smear_scalar": (1,),
-    "backout_scalar": (1,),
-}
+    "embed.weight": (12, 8), "blocks.1.attention.value_embed.weight": (12, 8),
+    "blocks.1.attention.value_gate.weight": (2, 8), "residual_scalars": (2,), "skip_scalars": (2,),
+    "smear_gate.weight": (1, 8), "smear_scalar": (1,), "backout_scalar": (1,),
+}  # fmt: skip
 
 
 def test_value_embeddings_have_half_the_embeddings_rate_and_scalars_theirs_at_any_width() -> None:
-    named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in TRUNK.items()}
     config = dataclasses.replace(NANOCHAT, min_lr_ratio=1.0, adamw_warmup_steps=0, muon_warmup_steps=0)
-    optimizer = make_optimizers(named.items(), config, d_model=192)
+    optimizer = optimizers(model(shapes=TRUNK), config, d_model=192)
     own = {"value_embed", "residual", "skip", "smear"}
     assert kinds(optimizer) == {"embed": AdamW, "matrix": Muon, **dict.fromkeys(own, AdamW)}
-    assert members(optimizer, "matrix") == {"blocks.1.attention.value_gate.weight"}
-    assert members(optimizer, "value_embed") == {"blocks.1.attention.value_embed.weight"}
-    assert members(optimizer, "smear") == {"smear_gate.weight", "smear_scalar", "backout_scalar"}
+    gate, embedding = ([f"blocks.1.attention.value_{part}.weight"] for part in ("gate", "embed"))
+    smear = ["smear_gate.weight", "smear_scalar", "backout_scalar"]
+    assert members(optimizer, "matrix", "value_embed", "smear") == [gate, embedding, smear]
     rates = optimizer.learning_rates(5, 10)
     expected = {"embed": 0.6, "value_embed": 0.3, "residual": 0.005, "skip": 0.5, "smear": 0.2, "matrix": 0.02}
     assert rates == pytest.approx(expected)
@@ -119,7 +95,7 @@ def test_value_embeddings_have_half_the_embeddings_rate_and_scalars_theirs_at_an
 
 def test_a_parameter_that_fits_nowhere_is_named() -> None:
     with pytest.raises(ValueError, match=re.escape("blocks.0.norm.weight of shape (8,)")):
-        make_optimizers([("blocks.0.norm.weight", nn.Parameter(torch.zeros(8)))], SHORT, 768)
+        optimizers(model(shapes={"blocks.0.norm.weight": (8,)}))
 
 
 LATE: dict[str, Any] = {"adamw_warmup_steps": 0, "min_lr_ratio": 1.0}  # rates at their peaks
@@ -159,30 +135,33 @@ def test_learning_rates_at_their_points(
     assert kinds(optimizer)["router"] is (Muon if config.router_optimizer == "muon" else AdamW)
 
 
-def test_the_releases_schedule_is_constant_then_falls_to_zero_over_the_last_fifth() -> None:
-    places = (0, 400, 800, 900, 1000)
-    assert [falling(progress, 1000, 0.0, RELEASE.cooldown) for progress in places] == pytest.approx([1, 1, 1, 0.5, 0])
+SCHEDULES: dict[str, tuple[Callable[[int], float], dict[int, float]]] = {
+    "the release's rates fall over the last fifth": (
+        lambda step: falling(step, 1000, 0.0, RELEASE.cooldown), {0: 1, 400: 1, 800: 1, 900: 0.5, 1000: 0}
+    ),
+    "momentum rises in a straight line over 300 steps": (
+        lambda step: momentum_at(step, step, 20_000, OptimConfig()),
+        {0: 0.85, 150: 0.90, 300: 0.95, 10_000: 0.95, 20_000: 0.95},
+    ),
+    "momentum without a warmup": (
+        lambda step: momentum_at(step, step, 20_000, OptimConfig(momentum_warmup_steps=0)), {0: 0.95}
+    ),
+    # nanochat's training script has these values for 2,000 steps with a cooldown over the last 1,300.
+    "nanochat's momentum rises over 400 steps and falls with the rates": (
+        lambda step: momentum_at(step, step, 2000, NANOCHAT),
+        {0: 0.85, 200: 0.91, 400: 0.97, 700: 0.97, 1350: 0.935, 2000: 0.90},
+    ),
+    "it falls by the progress, not by the step": (lambda at: momentum_at(400, at, 2000, NANOCHAT), {1350: 0.935}),
+    "weight decay follows half a cosine to zero": (
+        lambda at: weight_decay_at(at, 1000, NANOCHAT), {0: 0.28, 250: 0.14 * (1 + 0.5**0.5), 500: 0.14, 1000: 0.0}
+    ),
+    "no weight decay": (lambda at: weight_decay_at(at, 1000, OptimConfig()), {900: 0}),
+}  # fmt: skip
 
 
-def test_momentum_rises_in_a_straight_line_over_300_steps() -> None:
-    momenta = [momentum_at(step, step, 20_000, OptimConfig()) for step in (0, 150, 300, 10_000, 20_000)]
-    assert momenta == pytest.approx([0.85, 0.90, 0.95, 0.95, 0.95])
-    assert momentum_at(0, 0, 20_000, OptimConfig(momentum_warmup_steps=0)) == 0.95
-
-
-def test_nanochats_momentum_rises_over_400_steps_and_falls_with_the_learning_rates() -> None:
-    """Its training script has these values for 2,000 steps with a cooldown over the last 1,300."""
-    momenta = [momentum_at(step, step, 2000, NANOCHAT) for step in (0, 200, 400, 700, 1350, 2000)]
-    assert momenta == pytest.approx([0.85, 0.91, 0.97, 0.97, 0.935, 0.90])
-    assert momentum_at(400, 1350, 2000, NANOCHAT) == pytest.approx(0.935), (
-        "the fall is by the progress, not by the step"
-    )
-
-
-def test_the_weight_decay_follows_half_a_cosine_to_zero() -> None:
-    decays = [weight_decay_at(progress, 1000, NANOCHAT) for progress in (0, 250, 500, 1000)]
-    assert decays == pytest.approx([0.28, 0.14 * (1 + 0.5**0.5), 0.14, 0.0])
-    assert weight_decay_at(900, 1000, OptimConfig()) == 0
+@pytest.mark.parametrize(("value", "points"), SCHEDULES.values(), ids=SCHEDULES)
+def test_schedules_at_their_points(value: Callable[[int], float], points: dict[int, float]) -> None:
+    assert {at: value(at) for at in points} == pytest.approx(points)
 
 
 @given(steps=st.integers(1, 50_000), end=st.floats(0, 1), cooldown=st.floats(0.01, 1) | st.just(1.0), data=st.data())
@@ -208,16 +187,14 @@ def test_warmup_rises_from_one_step_to_one(step: int, warmup_steps: int) -> None
 def test_embedding_and_head_move_as_in_torch(weight: str, rate: float, decay: float, decays: bool) -> None:
     named, decay = model(), decays * decay
     config = dataclasses.replace(SHORT, adamw_warmup_steps=0, min_lr_ratio=1.0, weight_decay=0.3 * decays)
-    optimizer = optimizers(named, config)
-    twin = nn.Parameter(named[f"{weight}.weight"].detach().clone())
+    optimizer, mine = optimizers(named, config), named[f"{weight}.weight"]
+    twin = nn.Parameter(mine.detach().clone())
     oracle = torch.optim.AdamW([twin], lr=rate, betas=(0.9, 0.95), eps=1e-10, weight_decay=decay, foreach=False)
     for step in range(5):
-        set_gradients(named, step)
-        grad = named[f"{weight}.weight"].grad
-        twin.grad = grad.clone()
-        optimizer.step(step, 10)
+        train(named, optimizer, step, step + 1)
+        twin.grad = mine.grad
         oracle.step()
-    torch.testing.assert_close(named[f"{weight}.weight"], twin)
+    torch.testing.assert_close(mine, twin)
 
 
 RESUMED: dict[str, dict[str, Any]] = {
@@ -234,41 +211,30 @@ RESUMED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
 def test_ten_steps_equal_five_saved_loaded_and_five_more_in_every_byte(options: dict[str, Any]) -> None:
     config = dataclasses.replace(SHORT, **options)
-    straight = model()
-    through = optimizers(straight, config)
-    train(straight, through, 0, 10)
-
-    saved = model()
-    first = optimizers(saved, config)
-    train(saved, first, 0, 5)
-    tensors, counters = first.state_dict()
+    straight, resumed = model(), model(seed=1)
+    through, second = optimizers(straight, config), optimizers(resumed, config)
+    train(straight, through, 0, 5)
+    tensors, counters = through.state_dict()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    counters = json.loads(json.dumps(counters))
-
-    resumed = model(seed=1)
-    second = optimizers(resumed, config)
     train(resumed, second, 0, 2)  # state of another life, which loading must replace
     with torch.no_grad():
         for name, parameter in resumed.items():
-            parameter.copy_(saved[name])
-    second.load_state_dict(tensors, counters)
-    train(resumed, second, 5, 10)
-
+            parameter.copy_(straight[name])
+    second.load_state_dict(tensors, json.loads(json.dumps(counters)))
+    for named, optimizer in ((straight, through), (resumed, second)):
+        train(named, optimizer, 5, 10)
     assert all(torch.equal(straight[name], resumed[name]) for name in SHAPES)
-    assert through.state_dict().counters == second.state_dict().counters
-    theirs = second.state_dict().tensors
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in through.state_dict().tensors.items())
+    ours, theirs = through.state_dict(), second.state_dict()
+    assert ours.counters == theirs.counters
+    assert all(torch.equal(tensor, theirs.tensors[name]) for name, tensor in ours.tensors.items())
 
 
 @pytest.mark.parametrize("held", ["whole", "as rows of a shard, in reverse"])
 def test_layers_take_turns_at_moving_their_experts_and_nothing_else_waits(held: str) -> None:
     """A matrix that ZeRO-1 held as a stack of one waited, too, and which one moved depended on their order."""
-    shapes = {
-        f"blocks.{layer}.moe.experts.{part}": SHAPES[f"blocks.1.moe.experts.{'down' if part == 'down' else 'up'}"]
-        for layer in (1, 2, 3)
-        for part in ("up", "gate", "down")
-    }
-    named = {name: nn.Parameter(torch.ones(shape)) for name, shape in (SHAPES | shapes).items()}
+    parts = {"up": (4, 16, 8), "gate": (4, 16, 8), "down": (4, 8, 16)}
+    shapes = {f"blocks.{layer}.moe.experts.{part}": shape for layer in (1, 2, 3) for part, shape in parts.items()}
+    named = model(shapes=SHAPES | shapes)
     if held != "whole":
         named = {name: nn.Parameter(p[None]) if p.ndim == 2 else p for name, p in reversed(named.items())}
     optimizer = optimizers(named, dataclasses.replace(SHORT, expert_period=2))
@@ -277,7 +243,7 @@ def test_layers_take_turns_at_moving_their_experts_and_nothing_else_waits(held: 
         train(named, optimizer, step, step + 1)
         stayed = {name for name in named if torch.equal(before[name], named[name])}
         waiting = (1, 3) if step % 2 == 0 else (2,)
-        assert stayed == {f"blocks.{layer}.moe.experts.{part}" for layer in waiting for part in ("up", "gate", "down")}
+        assert stayed == {f"blocks.{layer}.moe.experts.{part}" for layer in waiting for part in parts}
 
 
 def test_the_state_is_flat_and_named_after_the_parameters() -> None:
@@ -355,29 +321,12 @@ def test_moved_names_each_parameter_once_quick_optimizers_first() -> None:
 
 
 NONSENSE: dict[str, Any] = {
-    "matrix_lr": 0.0,
-    "embed_lr": float("nan"),
-    "head_lr": -1.0,
-    "router_lr": float("inf"),
-    "router_optimizer": "sgd",
-    "betas": (0.9,),
-    "eps": 0.0,
-    "adamw_warmup_steps": -1,
-    "muon_warmup_steps": -1,
-    "momentum_warmup_steps": -1,
-    "momentum": 1.0,
-    "momentum_end": 1.0,
-    "ns_steps": 0,
-    "ns_dtype": "float16",
-    "cooldown": 1.5,
-    "orthogonalizer": "svd",
-    "equilibrate": "matrix",
-    "renormalize": "longer",
-    "normuon": "matrix",
-    "weight_decay": -0.1,
-    "min_lr_ratio": 1.5,
-    "clip": 0.0,
-}
+    "matrix_lr": 0.0, "embed_lr": float("nan"), "head_lr": -1.0, "router_lr": float("inf"), "router_optimizer": "sgd",
+    "betas": (0.9,), "eps": 0.0, "adamw_warmup_steps": -1, "muon_warmup_steps": -1, "momentum_warmup_steps": -1,
+    "momentum": 1.0, "momentum_end": 1.0, "ns_steps": 0, "ns_dtype": "float16", "cooldown": 1.5,
+    "orthogonalizer": "svd", "equilibrate": "matrix", "renormalize": "longer", "normuon": "matrix",
+    "weight_decay": -0.1, "min_lr_ratio": 1.5, "clip": 0.0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), NONSENSE.items())

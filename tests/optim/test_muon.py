@@ -23,25 +23,14 @@ def parameters(shapes: list[tuple[int, ...]], seed: int = 0) -> dict[str, nn.Par
     return {f"p{i}": nn.Parameter(torch.randn(shape, generator=generator)) for i, shape in enumerate(shapes)}
 
 
-def with_exact_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's Muon always runs in bfloat16: let its cast do nothing."""
-    monkeypatch.setattr(Tensor, "bfloat16", lambda tensor: tensor.clone())
-    to = Tensor.to  # which torch 2.15 casts by, into a copy
-    monkeypatch.setattr(Tensor, "to", lambda x, *a, **k: x.clone() if k.get("copy") else to(x, *a, **k))
-
-
 @settings(deadline=None, max_examples=50)
 @given(rows=st.integers(1, 24), columns=st.integers(1, 24), steps=st.integers(1, 6), seed=st.integers(0, 2**16))
 def test_singular_values_follow_the_polynomial_and_singular_vectors_stay(
     rows: int, columns: int, steps: int, seed: int
 ) -> None:
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(
-        orthogonalize(matrix, steps=steps).double(),
-        orthogonalized(matrix.double(), "newton_schulz", steps),
-        atol=1e-4,
-        rtol=1e-4,
-    )
+    expected = orthogonalized(matrix.double(), "newton_schulz", steps)
+    torch.testing.assert_close(orthogonalize(matrix, steps=steps).double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_float32_agrees_with_float64_even_where_singular_values_span_eight_decades() -> None:
@@ -62,18 +51,15 @@ def test_bfloat16_is_within_its_rounding_of_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [0.0, 1e-38, 1e-12, 1e25])
-def test_matrices_of_any_size_give_finite_results_and_zeros_give_zeros(dtype: torch.dtype, factor: float) -> None:
+def test_matrices_of_any_size_stay_and_give_finite_results_and_zeros_give_zeros(
+    dtype: torch.dtype, factor: float
+) -> None:
     matrices = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(4)) * factor
     matrices[1] = 0
+    before = matrices.clone()
     result = orthogonalize(matrices, dtype=dtype)
     assert result.isfinite().all()
     assert (result[1] == 0).all()
-
-
-def test_the_input_is_left_alone() -> None:
-    matrices = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(5))
-    before = matrices.clone()
-    orthogonalize(matrices, steps=1)
     assert torch.equal(matrices, before)
 
 
@@ -122,12 +108,11 @@ def test_a_parameter_without_gradient_is_skipped_and_keeps_its_momentum() -> Non
     set_gradients(named, 4)
     named["p1"].grad = None
     parameter, momentum = named["p1"].detach().clone(), muon.state[named["p1"]]["momentum"].clone()
-    muon.step()
-    assert torch.equal(named["p1"], parameter)
-    assert torch.equal(muon.state[named["p1"]]["momentum"], momentum)
-    for p in named.values():
-        p.grad = None
-    muon.step()
+    for _ in range(2):
+        muon.step()
+        assert torch.equal(named["p1"], parameter)
+        assert torch.equal(muon.state[named["p1"]]["momentum"], momentum)
+        named["p0"].grad = None  # then there is none at all
 
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -150,7 +135,10 @@ def scheduled(make: Factory, steps: int = 6) -> list[nn.Parameter]:
 def test_it_moves_as_torchs_own_under_a_scheduler_of_torchs(
     nesterov: bool, decay: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_exact_oracle(monkeypatch)
+    # Torch's Muon always runs in bfloat16: let its cast do nothing, and that into a copy, by which torch 2.15 casts.
+    to = Tensor.to
+    monkeypatch.setattr(Tensor, "bfloat16", lambda tensor: tensor.clone())
+    monkeypatch.setattr(Tensor, "to", lambda x, *a, **k: x.clone() if k.get("copy") else to(x, *a, **k))
     options = {"nesterov": nesterov, "weight_decay": decay}
     ours = scheduled(lambda params: Muon(params, 0.1, 0.9, ns_dtype=torch.float32, **options))
     theirs = scheduled(lambda params: torch.optim.Muon(params, 0.1, momentum=0.9, **options))
@@ -158,21 +146,6 @@ def test_it_moves_as_torchs_own_under_a_scheduler_of_torchs(
     for our, their, start in zip(ours, theirs, constant, strict=True):
         torch.testing.assert_close(our, their, atol=1e-5, rtol=0)
         assert (their - start).abs().max() > 0.05, "the comparison would not notice a difference"
-
-
-def test_parameter_groups_have_learning_rates_of_their_own() -> None:
-    named = parameters([(8, 6), (8, 6), (8, 6)])
-    before = {name: parameter.detach().clone() for name, parameter in named.items()}
-    muon = Muon([{"params": named["p0"]}, {"params": named["p1"], "lr": 0.0}], 0.1)
-    muon.add_param_group({"params": named["p2"], "lr": 0.2})
-    set_gradients(named, 0)
-    for parameter in named.values():
-        parameter.grad = torch.ones_like(parameter)
-    muon.step()
-    moves = {name: (named[name] - before[name]).norm().item() for name in named}
-    assert moves["p0"] > 0
-    assert moves["p1"] == 0
-    assert moves["p2"] == pytest.approx(2 * moves["p0"], rel=1e-3)
 
 
 def test_a_closure_computes_the_loss_and_the_gradients_of_a_step() -> None:

@@ -55,7 +55,8 @@ def assert_same(found: Checkpoint, step: int) -> None:
             torch.testing.assert_close(found.tensors[part][name], tensor, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_checkpoint_loads_as_it_was_saved(run: RunFolder) -> None:
+def test_a_checkpoint_loads_as_it_was_saved_and_what_is_loaded_does_not_write_through(run: RunFolder) -> None:
+    run.load_checkpoint().tensors["model"]["weight"].zero_()
     assert_same(run.load_checkpoint(), 100)
     assert_same(run.load_checkpoint(50), 50)
 
@@ -65,11 +66,6 @@ def test_only_the_parts_asked_for_are_read(run: RunFolder) -> None:
     assert run.load_checkpoint(parts=("model",)).tensors.keys() == {"model"}
     with pytest.raises(ValueError, match="contains no controller"):
         run.load_checkpoint(parts=("model", "controller"))
-
-
-def test_a_loaded_tensor_does_not_write_through_to_the_file(run: RunFolder) -> None:
-    run.load_checkpoint().tensors["model"]["weight"].zero_()
-    assert_same(run.load_checkpoint(), 100)
 
 
 def test_every_file_of_a_checkpoint_has_the_mode_of_an_ordinary_file(run: RunFolder) -> None:
@@ -83,16 +79,13 @@ def test_steps_are_ordered_as_numbers(run: RunFolder) -> None:
     assert run.latest_checkpoint() == 1_000_000
 
 
-def test_a_run_without_checkpoints_says_so(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path / "new")
-    assert run.latest_checkpoint() is None
-    with pytest.raises(ValueError, match="has no checkpoint yet"):
-        run.load_checkpoint()
-
-
-def test_a_step_that_was_not_saved_is_refused_with_those_that_were(run: RunFolder) -> None:
+def test_a_step_that_was_not_saved_is_refused_with_those_that_were(run: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoint of step 70; choose from 50, 100"):
         run.load_checkpoint(70)
+    new = RunFolder.create(tmp_path / "new")
+    assert new.latest_checkpoint() is None
+    with pytest.raises(ValueError, match="has no checkpoint yet"):
+        new.load_checkpoint()
 
 
 # Damage
@@ -116,20 +109,15 @@ def test_one_flipped_bit_anywhere_is_noticed(run: RunFolder, data: st.DataObject
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors", "optimizer.safetensors"])
 def test_a_missing_or_cut_file_is_named_with_the_checkpoint_to_fall_back_on(run: RunFolder, name: str) -> None:
-    path = run.path / "checkpoints/step_000100" / name
+    path, earlier = run.path / "checkpoints/step_000100" / name, run.path / "checkpoints/step_000050" / name
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(ValueError, match=rf"{name}.*damaged.*step_000050, which is intact") as error:
+    with pytest.raises(ValueError, match=rf"^.*{name}.*damaged.*step_000050, which is intact$"):
         run.load_checkpoint()
-    assert "\n" not in str(error.value)
     path.unlink()
     with pytest.raises(ValueError, match=rf"{name} is missing.*step_000050, which is intact"):
         run.load_checkpoint()
-
-
-def test_a_damaged_checkpoint_is_not_offered_as_the_one_to_fall_back_on(run: RunFolder) -> None:
-    for step in run.checkpoints():
-        (run.path / f"checkpoints/step_{step:06d}/state.json").unlink()
-    with pytest.raises(ValueError, match="no earlier checkpoint is intact"):
+    earlier.unlink()
+    with pytest.raises(ValueError, match=f"{name} is missing; no earlier checkpoint is intact"):
         run.load_checkpoint()
 
 
@@ -227,14 +215,12 @@ def test_leftovers_of_a_killed_save_or_pruning_are_ignored_and_removed_but_not_w
     assert moved.is_dir()
 
 
-def test_a_step_that_is_saved_twice_stays_as_it_is(run: RunFolder) -> None:
-    before = (run.path / "checkpoints/step_000100").stat().st_ino
-    run.save_checkpoint(100, TENSORS, {**STATE, "step": 100})
-    assert (run.path / "checkpoints/step_000100").stat().st_ino == before
-
-
-def test_saving_a_step_again_replaces_a_damaged_checkpoint(run: RunFolder) -> None:
-    (run.path / "checkpoints/step_000100/state.json").unlink()
+def test_saving_a_step_again_replaces_only_a_damaged_checkpoint(run: RunFolder) -> None:
+    folder = run.path / "checkpoints/step_000100"
+    before = folder.stat().st_ino
+    run.save_checkpoint(100, TENSORS, {})
+    assert folder.stat().st_ino == before
+    (folder / "state.json").unlink()
     run.save_checkpoint(100, TENSORS, {**STATE, "step": 100})
     assert_same(run.load_checkpoint(), 100)
 

@@ -93,17 +93,15 @@ def test_a_tokenizer_of_another_model_is_refused(run: RunFolder) -> None:
         run.tokenizer()
 
 
-def test_a_folder_that_is_empty_or_holds_only_what_a_killed_run_left_can_become_a_run(tmp_path: Path) -> None:
+def test_only_a_folder_that_is_empty_or_holds_what_a_killed_run_left_can_become_a_run(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path).path == tmp_path
     (tmp_path / ".lock").write_text('{"pid": 4194305, "host": "here", "process": "dead"}')
     (tmp_path / ".tmp-config.json").write_text("{")
     assert RunFolder.create(tmp_path).path == tmp_path
-
-
-def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="already exists"):
-        RunFolder.create(tmp_path / "file")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ValueError, match="already exists"):
+            RunFolder.create(path)
 
 
 @pytest.mark.parametrize(
@@ -132,15 +130,8 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-records = st.lists(
-    st.builds(
-        lambda rest, step, split: {**rest, "step": step, "split": split},
-        st.dictionaries(st.text(), values, max_size=3),
-        st.integers(0, 9),
-        st.sampled_from(["train", "validation"]),
-    ),
-    max_size=5,
-)
+own = st.fixed_dictionaries({"step": st.integers(0, 9), "split": st.sampled_from(["train", "validation"])})
+records = st.lists(st.builds(dict.__or__, st.dictionaries(st.text(), values, max_size=3), own), max_size=5)
 
 
 def metrics_with(folder: Path, lines: list[dict[str, Any]]) -> Metrics:
@@ -151,30 +142,22 @@ def metrics_with(folder: Path, lines: list[dict[str, Any]]) -> Metrics:
     return metrics
 
 
-@given(lines=records, step=st.integers(-1, 10))
-def test_truncation_keeps_the_lines_up_to_the_step(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], step: int
-) -> None:
-    metrics = metrics_with(tmp_path_factory.getbasetemp(), lines)
-    metrics.truncate_after(step)
-    assert metrics.read() == [line for line in lines if line["step"] <= step]
-
-
-@given(lines=records, cut=st.integers(0, 10_000))
-def test_metrics_read_back_as_appended_and_a_file_cut_anywhere_loses_only_its_last_line(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], cut: int
+@given(lines=records, cut=st.integers(0, 10_000), step=st.integers(-1, 10))
+def test_metrics_read_back_as_appended_and_a_file_cut_anywhere_and_truncated_loses_only_the_lines_after(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], cut: int, step: int
 ) -> None:
     metrics = metrics_with(tmp_path_factory.getbasetemp(), lines)
     content = metrics.path.read_bytes()[:cut] if lines else b""
     metrics.path.write_bytes(content)
+    whole, more = lines[: content.count(b"\n")], {"step": 10, "split": "train"}
     logging.disable(logging.WARNING)
     try:
-        assert metrics.read() == lines[: content.count(b"\n")]
-        metrics.truncate_after(9)
+        assert metrics.read() == whole
+        metrics.truncate_after(step)
     finally:
         logging.disable(logging.NOTSET)
-    metrics.append({"step": 10, "split": "train"})
-    assert metrics.read() == [*lines[: content.count(b"\n")], {"step": 10, "split": "train"}]
+    metrics.append(more)
+    assert metrics.read() == [*(line for line in whole if line["step"] <= step), more]
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
@@ -185,9 +168,7 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "spl', b'{"step": 2, "split": "train"}', b"\0\0\0\n", b"\xff"])
-def test_a_torn_last_line_is_left_out_and_reported(
-    tmp_path: Path, torn: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torn_last_line_is_left_out_and_reported(tmp_path: Path, torn: bytes, caplog: Any) -> None:
     metrics = metrics_with(tmp_path, [{"step": 1, "split": "train"}])
     with metrics.path.open("ab") as file:
         file.write(torn)
@@ -253,8 +234,11 @@ def test_a_lock_file_removed_between_open_and_lock_is_created_again(
 # The trained model
 
 
+Trained = tuple[RunFolder, GPT]
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, GPT]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     model = small_model(steps=1)
     run = write_run(tmp_path_factory.mktemp("trained"), model, step=1)
     model.train().update_rules(model(torch.arange(32)[None]).observations)
@@ -262,23 +246,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, GPT]:
     return run, model
 
 
-def test_a_loaded_model_is_the_saved_one_in_evaluation_mode(trained: tuple[RunFolder, GPT]) -> None:
+def test_a_loaded_model_is_the_saved_one_in_evaluation_mode(trained: Trained) -> None:
     run, model = trained
     loaded, tokenizer = load_model(run.path)
     assert tokenizer.vocab_size == 270
     assert not any(module.training for module in loaded.modules())
-    expected, found = model.state_dict(), loaded.state_dict()
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(loaded(tokens).logits, model.eval()(tokens).logits, rtol=0, atol=0)
 
 
-def test_weights_loaded_as_bfloat16_compute_the_same_as_weights_cast_per_forward(
-    trained: tuple[RunFolder, GPT],
-) -> None:
+def test_weights_loaded_as_bfloat16_compute_the_same_as_weights_cast_per_forward(trained: Trained) -> None:
     run, model = trained
     loaded, _ = load_model(run.path, compute_dtype=torch.bfloat16)
     casting = GPT(model.config, torch.bfloat16)
@@ -290,15 +268,13 @@ def test_weights_loaded_as_bfloat16_compute_the_same_as_weights_cast_per_forward
     assert dtypes["head"] == dtypes["embed"] == dtypes["experts"] == torch.bfloat16
 
 
-def test_an_earlier_step_can_be_loaded(trained: tuple[RunFolder, GPT]) -> None:
+def test_an_earlier_step_can_be_loaded(trained: Trained) -> None:
     run, _ = trained
     updates = [load_model(run.path, step)[0].moe_layers()[0][1].router.state.step for step in (1, 2, None)]
     assert updates == [1, 2, 2]
 
 
-def test_a_model_is_not_loaded_with_another_option_than_it_was_made_with(
-    trained: tuple[RunFolder, GPT], tmp_path: Path
-) -> None:
+def test_a_model_is_not_loaded_with_another_option_than_it_was_made_with(trained: Trained, tmp_path: Path) -> None:
     """A bit that flips in config.json made another model of the same weights."""
     run, model = trained
     made = derive(run, tmp_path / "made", 1, model.state_dict(), model={})
@@ -308,9 +284,7 @@ def test_a_model_is_not_loaded_with_another_option_than_it_was_made_with(
         load_model(made.path)
 
 
-def test_weights_that_the_configuration_does_not_describe_are_refused(
-    trained: tuple[RunFolder, GPT], tmp_path: Path
-) -> None:
+def test_weights_that_the_configuration_does_not_describe_are_refused(trained: Trained, tmp_path: Path) -> None:
     run, model = trained
     other = RunFolder.create(tmp_path / "other")
     other.write_config(run.config)
