@@ -126,9 +126,7 @@ RATES: dict[str, tuple[OptimConfig, int, tuple[int, int], dict[str, float]]] = {
 
 
 @pytest.mark.parametrize(("config", "d_model", "at", "expected"), RATES.values(), ids=RATES)
-def test_learning_rates_at_their_points(
-    config: OptimConfig, d_model: int, at: tuple[int, int], expected: dict[str, float]
-) -> None:
+def test_learning_rates(config: OptimConfig, d_model: int, at: tuple[int, int], expected: dict[str, float]) -> None:
     optimizer = optimizers(model(), config, d_model)
     rates = optimizer.learning_rates(*at)
     assert {name: rates[name] for name in expected} == pytest.approx(expected)
@@ -165,9 +163,7 @@ def test_schedules_at_their_points(value: Callable[[int], float], points: dict[i
 
 
 @given(steps=st.integers(1, 50_000), end=st.floats(0, 1), cooldown=st.floats(0.01, 1) | st.just(1.0), data=st.data())
-def test_every_schedule_starts_at_the_peak_never_rises_and_ends_at_its_end(
-    steps: int, end: float, cooldown: float, data: st.DataObject
-) -> None:
+def test_rates_fall_from_the_peak_to_their_end(steps: int, end: float, cooldown: float, data: st.DataObject) -> None:
     step = data.draw(st.integers(0, steps - 1))
     assert falling(0, steps, end, cooldown) == pytest.approx(1)
     assert falling(steps, steps, end, cooldown) == pytest.approx(end)

@@ -25,9 +25,7 @@ def parameters(shapes: list[tuple[int, ...]], seed: int = 0) -> dict[str, nn.Par
 
 @settings(deadline=None, max_examples=50)
 @given(rows=st.integers(1, 24), columns=st.integers(1, 24), steps=st.integers(1, 6), seed=st.integers(0, 2**16))
-def test_singular_values_follow_the_polynomial_and_singular_vectors_stay(
-    rows: int, columns: int, steps: int, seed: int
-) -> None:
+def test_singular_values_follow_the_polynomial_and_vectors_stay(rows: int, columns: int, steps: int, seed: int) -> None:
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     expected = orthogonalized(matrix.double(), "newton_schulz", steps)
     torch.testing.assert_close(orthogonalize(matrix, steps=steps).double(), expected, atol=1e-4, rtol=1e-4)
@@ -51,9 +49,7 @@ def test_bfloat16_is_within_its_rounding_of_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [0.0, 1e-38, 1e-12, 1e25])
-def test_matrices_of_any_size_stay_and_give_finite_results_and_zeros_give_zeros(
-    dtype: torch.dtype, factor: float
-) -> None:
+def test_matrices_of_any_size_stay_and_give_finite_results_and_zeros_zeros(dtype: torch.dtype, factor: float) -> None:
     matrices = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(4)) * factor
     matrices[1] = 0
     before = matrices.clone()
@@ -76,9 +72,7 @@ def test_a_transposed_parameter_moves_as_a_plain_one(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 8), (2, 64, 32)], ids=["operations", "kernel"])
-def test_in_its_turn_a_group_moves_by_what_it_would_have_moved_at_as_many_times_the_rate(
-    shape: tuple[int, ...],
-) -> None:
+def test_in_its_turn_a_group_moves_as_it_would_have_at_as_many_times_the_rate(shape: tuple[int, ...]) -> None:
     turns, every = parameters([shape, shape, shape]), parameters([shape, shape, shape])
     always, odd, even = turns.values()
     muon = Muon(
@@ -132,9 +126,7 @@ def scheduled(make: Factory, steps: int = 6) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_it_moves_as_torchs_own_under_a_scheduler_of_torchs(
-    nesterov: bool, decay: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_moves_as_torchs_under_its_scheduler(nesterov: bool, decay: float, monkeypatch: pytest.MonkeyPatch) -> None:
     # Torch's Muon always runs in bfloat16: let its cast do nothing, and that into a copy, by which torch 2.15 casts.
     to = Tensor.to
     monkeypatch.setattr(Tensor, "bfloat16", lambda tensor: tensor.clone())

@@ -215,9 +215,7 @@ def test_a_stale_lock_file_is_taken_over_and_removed(run: RunFolder) -> None:
     assert [path.name for path in run.path.iterdir()] == ["config.json"]
 
 
-def test_a_lock_file_removed_between_open_and_lock_is_created_again(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_removed_between_open_and_lock_is_created_again(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes held the lock: one on the removed file, one on its successor."""
     flock, lock = fcntl.flock, run.path / ".lock"
 

@@ -38,42 +38,32 @@ STEPS = 5
 # Newton-Schulz in bfloat16, and a division by the size of gradients next to 0, would make much of rounding.
 OPTIM = OptimConfig(ns_dtype="float32", eps=1e-3, adamw_warmup_steps=5, momentum_warmup_steps=5)
 ADDITIONS = replace(
-    OPTIM,
-    orthogonalizer="polar_express",
-    equilibrate="rows",
-    renormalize="matrix",
-    normuon="longer",
-    expert_period=2,
-    weight_decay=0.1,  # not the cautious one, which rounding applies or not where an update is next to 0
-)
+    OPTIM, orthogonalizer="polar_express", equilibrate="rows", renormalize="matrix", normuon="longer", expert_period=2,
+    weight_decay=0.1,
+)  # fmt: skip
 CONFIG = TrainConfig(
     steps=STEPS, batch_size=4, accumulation=2, log_every=1, eval_every=STEPS, checkpoint_every=None, threads=1,
     dtype="float32", timeout=200,
 )  # fmt: skip
 
 
-def global_rules() -> dict[str, Rule | None]:
-    """Rules whose runs do not depend on how a batch is shared out."""
-    return {
-        "dense": None,
-        "token_choice": TokenChoice(4, 1),
-        "global_aux": TokenChoice(4, 1, balance="global_aux"),
-        "loss_free": TokenChoice(4, 2, balance="loss_free"),
-        "expert_choice": ExpertChoice(4, 1, pool="global"),
-        "expert_choice_sequence": ExpertChoice(4, 1, pool="sequence"),
-        "expert_threshold": ExpertThreshold(4, 1, warmup_steps=3, decay=0.9),
-    }
-
-
-def local_rules() -> dict[str, Rule]:
-    """Rules in which tokens compete only within their micro-batch, which is one rank's."""
-    return {
-        "aux": TokenChoice(4, 1, balance="aux"),
-        "expert_choice_batch": ExpertChoice(4, 1, pool="batch"),
-        "expert_threshold_batch": ExpertThreshold(4, 1, warmup_steps=3, decay=0.9, pool="batch"),
-    }
-
-
+THRESHOLD = ExpertThreshold(4, 1, warmup_steps=3, decay=0.9)
+GLOBAL_RULES: dict[str, Rule | None] = {
+    "dense": None,
+    "token_choice": TokenChoice(4, 1),
+    "global_aux": TokenChoice(4, 1, balance="global_aux"),
+    "loss_free": TokenChoice(4, 2, balance="loss_free"),
+    "expert_choice": ExpertChoice(4, 1, pool="global"),
+    "expert_choice_sequence": ExpertChoice(4, 1, pool="sequence"),
+    "expert_threshold": THRESHOLD,
+}
+"""Rules whose runs do not depend on how a batch is shared out."""
+LOCAL_RULES: dict[str, Rule] = {
+    "aux": TokenChoice(4, 1, balance="aux"),
+    "expert_choice_batch": ExpertChoice(4, 1, pool="batch"),
+    "expert_threshold_batch": replace(THRESHOLD, pool="batch"),
+}
+"""Rules in which tokens compete only within their micro-batch, which is one rank's."""
 FEW = (
     "dense", "global_aux", "expert_choice", "expert_threshold", "aux", "expert_choice_batch", "whole_micro_batches",
     "sharded_experts_apart",
@@ -85,7 +75,7 @@ def text() -> str:
     """Documents of random letters, so that few equal tokens have equal contexts."""
     chance = random.Random(0)
     letters = [chr(code) for code in range(33, 127)]
-    texts = ["".join(chance.choices(letters, k=chance.randint(20, 200))) for _ in range(40)]
+    texts = ("".join(chance.choices(letters, k=chance.randint(20, 200))) for _ in range(40))
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
@@ -113,28 +103,17 @@ def assert_same(one: RunFolder, other: RunFolder, tolerance: float) -> None:
     """Losses of every step, validations, weights, moments and rules."""
     for a, b in zip(one.metrics.read(), other.metrics.read(), strict=True):
         assert (a["step"], a["split"]) == (b["step"], b["split"])
-        assert abs(a.get("loss", 0) - b.get("loss", 0)) < tolerance, (
-            one.path,
-            a["step"],
-            a["split"],
-            a["loss"],
-            b["loss"],
-        )
+        assert abs(a.get("loss", 0) - b.get("loss", 0)) < tolerance, (one.path, a["step"], a["split"])
     mine, theirs = one.load_checkpoint(), other.load_checkpoint()
     assert mine.state["position"] == theirs.state["position"]
     assert (mine.step, mine.state["tokens"]) == (theirs.step, theirs.state["tokens"])
     for part in ("model", "optimizer"):
         assert mine.tensors[part].keys() == theirs.tensors[part].keys()
         for name, tensor in mine.tensors[part].items():
-            if name.endswith("state_sketch"):  # of each forward, and no part of training
-                continue
-            torch.testing.assert_close(
-                tensor,
-                theirs.tensors[part][name],
-                rtol=tolerance,
-                atol=tolerance,
-                msg=lambda text, name=name: f"{one.path} {name}: {text}",
-            )
+            if not name.endswith("state_sketch"):  # of each forward, and no part of training
+                say = lambda text, name=name: f"{one.path} {name}: {text}"  # noqa: E731
+                expected = theirs.tensors[part][name]
+                torch.testing.assert_close(tensor, expected, rtol=tolerance, atol=tolerance, msg=say)
 
 
 LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
@@ -150,7 +129,6 @@ def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
     With all of Muon's additions, since they have state, and read weights, that layouts split, and with nanochat's
     trunk, since some of its parameters have fewer rows than there are ranks.
     """
-    rule = ExpertThreshold(4, 1, warmup_steps=3, decay=0.9)
     config = replace(CONFIG, steps=10, eval_every=None, checkpoint_every=5)
     turns = FileStore(str(folder / "turns"), 4)
 
@@ -163,12 +141,12 @@ def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
             store = FileStore(str(folder / f"layout{number}"), ranks)
             rendezvous = Rendezvous(store, rank, ranks, rank, ranks) if ranks > 1 else None
             here = replace(config, sample_every=last if last < config.steps else None, **options)
-            run(folder / "layouts", corpus, rule, here, rendezvous, ADDITIONS, "nanochat", sample=stop)
+            run(folder / "layouts", corpus, THRESHOLD, here, rendezvous, ADDITIONS, "nanochat", sample=stop)
         if rank == 0:
             turns.set(str(number), "")
         turns.wait([str(number)])
     if rank == 0:
-        one = run(folder / "layouts_alone", corpus, rule, config, None, ADDITIONS, "nanochat")
+        one = run(folder / "layouts_alone", corpus, THRESHOLD, config, None, ADDITIONS, "nanochat")
         assert_same(RunFolder(folder / "layouts"), one, 1e-5)
         turns.set("compared", "")
     turns.wait(["compared"])  # else the others' next run would wait for this rank, and for some seconds only
@@ -177,31 +155,24 @@ def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
 def main(rank: int, ranks: int, folder: Path, which: str) -> None:
     gpt._draw = draw_no_zeros
     corpus = folder / "corpus.jsonl"
-    count = 0
-
-    def rendezvous() -> Rendezvous:
-        nonlocal count
-        count += 1
-        return Rendezvous(FileStore(str(folder / f"store{count}"), ranks), rank, ranks, rank, ranks)
-
-    cases = {name: (rule, CONFIG, CONFIG) for name, rule in global_rules().items()}
+    cases = {name: (rule, CONFIG, CONFIG) for name, rule in GLOBAL_RULES.items()}
     # Where a rank's micro-batch is the pool, one process gets micro-batches of that size.
     split = replace(CONFIG, accumulation=1)
     alone = replace(CONFIG, batch_size=CONFIG.batch_size // ranks, accumulation=ranks)
-    cases |= {name: (rule, split, alone) for name, rule in local_rules().items()}
+    cases |= {name: (rule, split, alone) for name, rule in LOCAL_RULES.items()}
     whole = replace(CONFIG, accumulation=ranks)
     cases["whole_micro_batches"] = (ExpertChoice(4, 1, pool="batch"), whole, whole)
-    rule = ExpertThreshold(4, 1, warmup_steps=3, decay=0.9)
-    cases["sharded"] = (rule, replace(CONFIG, shard=True), CONFIG)
+    cases["sharded"] = (THRESHOLD, replace(CONFIG, shard=True), CONFIG)
     apart = replace(CONFIG, shard=True, expert_parallel=2, activation_checkpointing=True)  # sends tokens again
-    cases["sharded_experts_apart"] = (rule, apart, CONFIG)
+    cases["sharded_experts_apart"] = (THRESHOLD, apart, CONFIG)
     if ranks > 2:
         change_layouts(folder, corpus, rank)
         cases = {name: cases[name] for name in ("expert_threshold", "loss_free")}
     elif which == "few":
         cases = {name: cases[name] for name in FEW}
     for name, (rule, config, _) in cases.items():
-        run(folder / name, corpus, rule, config, rendezvous())
+        store = FileStore(str(folder / f"store_{name}"), ranks)
+        run(folder / name, corpus, rule, config, Rendezvous(store, rank, ranks, rank, ranks))
     for name, (rule, _, config) in list(cases.items())[rank::ranks]:
         one = run(folder / f"{name}_alone", corpus, rule, config, None)
         assert_same(RunFolder(folder / name), one, 2e-5)

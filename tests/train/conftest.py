@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import math
-import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from cases import RULES, small_config
+from cases import RULES, small_config, write_text
 from expert_threshold.data import DataConfig
 from expert_threshold.model import GPT, GPTConfig, Output
 from expert_threshold.optim import OptimConfig
@@ -37,17 +35,16 @@ def one_thread(threads: None) -> None:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """40 documents of a few words."""
     sentence = "the model reads text and learns which expert is to see what token of it next"
-    chance = random.Random(0)
-    path = tmp_path / "corpus.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"text": " ".join(chance.choices(sentence.split(), k=chance.randint(5, 60)))}) + "\n"
-            for _ in range(40)
-        )
-    )
-    return path
+    return write_text(tmp_path / "corpus.jsonl", sentence, documents=40, words=32)
+
+
+def assert_same_bytes(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        same = a[name].numpy().tobytes() == b[name].numpy().tobytes()
+        assert same, name  # pytest would show how long bytes differ, for minutes where CI is set
 
 
 Start = Callable[..., TrainResult]
@@ -68,16 +65,9 @@ def start(tmp_path: Path, corpus: Path) -> Start:
         """Options of TrainConfig and DataConfig go there, all others to `train`."""
         changes = {key: options.pop(key) for key in list(options) if key in TrainConfig.__dataclass_fields__}
         data = {key: options.pop(key) for key in list(options) if key in DataConfig.__dataclass_fields__}
-        path = tmp_path / name
-        folder = RunFolder.open(path) if options.get("resume") else RunFolder.create(path)
-        return train(
-            folder,
-            model or tiny(),
-            DataConfig(**({"source": str(corpus)} | data)),
-            optim,
-            replace(usual, **changes),
-            **options,
-        )
+        folder = (RunFolder.open if options.get("resume") else RunFolder.create)(tmp_path / name)
+        config = replace(usual, **changes)
+        return train(folder, model or tiny(), DataConfig(**{"source": str(corpus)} | data), optim, config, **options)
 
     return start
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from expert_threshold.train.budget import AIM, SHARE_OF_STEPS, TOLERANCE, Betwee
 from expert_threshold.train.state import TrainState
 
 from .conftest import Start
+from .test_loop import assert_same_run, forget_after
 
 SECONDS = 1000.0
 Pace = Callable[[float], float]
@@ -67,9 +67,7 @@ PACES: dict[str, Pace] = {
 @pytest.mark.parametrize("name", PACES)
 @pytest.mark.parametrize("measured", [0.6, 1.0, 1.6])
 @pytest.mark.parametrize(("validation", "guess"), [(0.0, 0.0), (8.0, 0.0), (40.0, 30.0)])
-def test_the_time_that_is_given_is_used_and_no_more(
-    name: str, measured: float, validation: float, guess: float
-) -> None:
+def test_the_given_time_is_used_and_no_more(name: str, measured: float, validation: float, guess: float) -> None:
     """The steps were those of the speed measured first: a run of 3:45 ended after 2:58."""
     gone, last, _ = run(PACES[name], measured, validation, guess)
     assert 0.9 * SECONDS <= gone + last <= SECONDS
@@ -117,9 +115,8 @@ def test_without_a_time_nothing_is_decided_and_places_are_the_steps_themselves()
 def test_a_resumed_run_makes_the_decisions_that_were_made() -> None:
     _, _, budget = run(PACES["slower later"], measured=1.0)
     again = Budget(1, SECONDS, json.loads(json.dumps(budget.decisions)))
-    steps = budget.steps_at(10**6)
-    assert [again.progress(step) for step in range(steps)] == [budget.progress(step) for step in range(steps)]
-    assert [again.steps_at(step) for step in range(steps)] == [budget.steps_at(step) for step in range(steps)]
+    for step in range(budget.steps_at(10**6)):
+        assert (again.progress(step), again.steps_at(step)) == (budget.progress(step), budget.steps_at(step))
     early = budget.decisions[1].step
     again.took(1.0)
     assert again.decide(early, 2 * SECONDS, {}) is None  # it has been decided what comes after this step
@@ -155,21 +152,12 @@ def test_a_run_keeps_its_time_and_is_repeated_from_any_checkpoint(start: Start, 
     assert run.config["train"]["steps"] == result.step
     assert run.config["time"]["decisions"][0] == [0, 20, 0, False]
     shutil.copytree(run.path, again)  # as if it had been killed after its last decision, before its last checkpoints
-    for step in run.checkpoints()[1:]:
-        shutil.rmtree(again / "checkpoints" / f"step_{step:06d}")
+    forget_after(again, 8)
     assert start("again", resume=True, **OPTIONS | {"steps": result.step}).step == result.step
-    repeated = RunFolder.open(again)
-    rates = [
-        [line["learning_rate"] for line in each.metrics.read() if line["split"] == "train"] for each in (run, repeated)
-    ]
-    assert rates[0] == rates[1]
-    weights = [each.load_checkpoint().tensors["model"] for each in (run, repeated)]
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert_same_run(run.path, again)
 
 
-def test_a_run_that_was_stopped_goes_on_with_what_is_left_of_its_time(
-    start: Start, tmp_path: Path, clock: Clock
-) -> None:
+def test_a_stopped_run_goes_on_with_what_is_left_of_its_time(start: Start, tmp_path: Path, clock: Clock) -> None:
     clock.stop_at = 25
     assert start(minutes=6 / 60, **OPTIONS).step == 26
     clock.stop_at, clock.time = -1, 1e6  # however long it lay
@@ -181,9 +169,7 @@ def test_a_run_that_was_stopped_goes_on_with_what_is_left_of_its_time(
     assert decisions[: len(config["time"]["decisions"])] == config["time"]["decisions"]
 
 
-def test_the_time_of_the_last_validation_counts_when_a_run_is_resumed(
-    start: Start, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_counts_its_last_validation(start: Start, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint is saved before, so that `et train --resume RUN --minutes N` did not know of it."""
     evaluate = evaluations.evaluate
 

@@ -7,11 +7,13 @@ from unittest import mock
 import pytest
 import torch
 
-from expert_threshold.cli import main
+from cases import et
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import TrainConfig, compilation
 from expert_threshold.train.compilation import pick_compile
+
+from .test_loop import forget_after
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer
 
@@ -22,11 +24,6 @@ LONG = TrainConfig(steps=100_000)
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "failure", lambda device: None)
-
-
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "failure", lambda device: "no g++")
 
 
 @pytest.mark.parametrize(
@@ -48,20 +45,19 @@ def test_a_long_run_of_one_process_is_compiled_and_what_does_not_pay_or_work_is_
 
 
 def test_without_a_compiler_auto_goes_on_without_and_on_says_so(
-    no_compiler: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(compilation, "failure", lambda device: "no g++")
     assert not pick_compile(GPTConfig(), LONG, CPU, ranks=1, say=print)
-    arguments = ["train", "tiny", "--compile", "on", "--out", str(tmp_path / "run")]
     for more in ([], ["--minutes", "0.1"]):
-        assert main([*arguments, *more]) == 2
+        assert et("train", "tiny", "--compile", "on", "--out", tmp_path / "run", *more) == 2
         assert "compile='on' does not work on this machine (no g++); use --compile off" in capsys.readouterr().err
 
 
 def test_a_compiled_model_trains(compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    arguments = ["train", "tiny", "--data", str(corpus), "--steps", "2", "--sample-every", "9", "--vocab-size", "300"]
-    arguments += ["--batch-size", "2", "--context", "16", "--layers", "2"]
-    assert main([*arguments, "--compile", "on", "--out", str(tmp_path / "run")]) == 0
+    small = "--steps 2 --sample-every 9 --vocab-size 300 --batch-size 2 --context 16 --layers 2 --compile on"
+    assert et(*f"train tiny --data {corpus} --out {tmp_path / 'run'} {small}".split()) == 0
     assert RunFolder.open(tmp_path / "run").config["compiled"]
 
 
@@ -69,10 +65,7 @@ def test_a_compiled_model_trains(compiler: None, monkeypatch: pytest.MonkeyPatch
     ("raised", "told"),
     [
         ("g++: not found\nand much more", "g++: not found"),
-        (
-            "backend='inductor' raised:\n\nCppCompileError: out of space\nand much more",
-            "backend='inductor' raised: CppCompileError: out of space",
-        ),
+        ("inductor raised:\n\nCppCompileError: no space\nand more", "inductor raised: CppCompileError: no space"),
     ],
 )
 def test_a_broken_compiler_is_told_in_one_line(raised: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +86,9 @@ def test_more_models_than_torch_keeps_graphs_of_can_be_compiled(monkeypatch: pyt
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while it compiles
 def test_compiled_by_inductor_a_run_learns_as_without_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     def run(name: str, *options: str) -> RunFolder:
-        out = tmp_path / name
-        arguments = ["train", "tiny", "--steps", "6", "--seed", "1", "--dtype", "float32", "--log-every", "1"]
-        assert main([*arguments, "--checkpoint-every", "3", "--out", str(out), *options]) == 0
-        return RunFolder.open(out)
+        small = "--steps 6 --seed 1 --dtype float32 --log-every 1 --checkpoint-every 3"
+        assert et("train", "tiny", *small.split(), "--out", tmp_path / name, *options) == 0
+        return RunFolder.open(tmp_path / name)
 
     plain, compiled = run("plain", "--compile", "off"), run("compiled", "--compile", "on")
     assert compiled.config["compiled"]
@@ -104,9 +96,7 @@ def test_compiled_by_inductor_a_run_learns_as_without_and_goes_on_bit_for_bit(tm
     losses = [[r["loss"] for r in folder.metrics.read() if r["split"] == "train"] for folder in (plain, compiled)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
     whole = compiled.load_checkpoint(6).tensors["model"]
-    for file in sorted((compiled.path / "checkpoints" / "step_000006").rglob("*"), reverse=True):
-        file.unlink()
-    (compiled.path / "checkpoints" / "step_000006").rmdir()
-    assert main(["train", "--resume", str(compiled.path)]) == 0
+    forget_after(compiled.path, 3)
+    assert et("train", "--resume", compiled.path) == 0
     resumed = compiled.load_checkpoint(6).tensors["model"]
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)

@@ -15,7 +15,7 @@ from expert_threshold.evaluation import ModelScorer, centred, evaluate_task, rea
 from expert_threshold.runs import RunFolder, load_model
 
 from .conftest import Plain, Start
-from .test_loop import assert_same_run, forget_after, metrics
+from .test_loop import assert_same_checkpoint, assert_same_run, forget_after, metrics
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +23,8 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The bundle that was downloaded."""
     monkeypatch.setenv("EXPERT_THRESHOLD_CACHE", str(tmp_path))
     copy = [{"context": f"the {i}", "continuation": f"the {i}"} for i in range(6)]
-    who = [
-        {"context_options": ["the model", f"a token {i}"], "continuation": "reads text", "gold": i % 2}
-        for i in range(6)
-    ]
+    both = [["the model", f"a token {i}"] for i in range(6)]
+    who = [{"context_options": two, "continuation": "reads text", "gold": i % 2} for i, two in enumerate(both)]
     return write_bundle(tmp_path / "core", {"copy": ("language_modeling", 1, 0, copy), "who": ("schema", 0, 50, who)})
 
 
@@ -34,9 +32,7 @@ def without_core(path: Path) -> list[dict[str, Any]]:
     return [record for record in metrics(path) if record["split"] != "core"]
 
 
-def test_it_is_asked_after_saving_at_intervals_and_at_the_end(
-    start: Start, tmp_path: Path, bundle: Path, plain: Plain
-) -> None:
+def test_it_is_asked_at_intervals_and_at_the_end(start: Start, tmp_path: Path, bundle: Path, plain: Plain) -> None:
     start(core_every=3, core_max_per_task=5, console=plain.console)
     folder = RunFolder.open(tmp_path / "run")
     assert folder.checkpoints() == [3, 4, 6, 8]  # 4 and 8 are due anyway
@@ -66,19 +62,14 @@ def test_asking_changes_nothing_else_and_a_resumed_run_asks_the_same(start: Star
     start("without", checkpoint_every=3)
     start("whole", **options)
     assert without_core(tmp_path / "whole") == metrics(tmp_path / "without")
-    one, other = (RunFolder.open(tmp_path / name).load_checkpoint() for name in ("whole", "without"))
-    for part, tensors in one.tensors.items():
-        for name, tensor in tensors.items():
-            assert tensor.numpy().tobytes() == other.tensors[part][name].numpy().tobytes()
+    assert_same_checkpoint(tmp_path / "whole", tmp_path / "without")
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
     forget_after(tmp_path / "halves", 4)
     start("halves", resume=True, **options)
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 
-def test_a_stop_in_the_middle_keeps_the_tasks_that_are_done(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_in_the_middle_keeps_tasks_done(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"core_every": 4}
     start("whole", **options)
     monkeypatch.setattr("expert_threshold.evaluation.core.QUESTIONS_AT_ONCE", 2)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from expert_threshold.cli import main
+from cases import et
 from expert_threshold.kernels import cpu, off
 from expert_threshold.runs import RunFolder
 from expert_threshold.train.device import gc_frozen, kernels_run
@@ -17,7 +18,7 @@ from expert_threshold.train.loop import to_device
 CPU = torch.device("cpu")
 
 
-def test_objects_rest_while_a_run_trains_and_are_garbage_again_after() -> None:
+def test_objects_rest_while_a_run_trains_and_are_garbage_again_after_unless_others_froze_them() -> None:
     gc.unfreeze()  # those of pytest
     try:
         with gc_frozen():
@@ -25,10 +26,6 @@ def test_objects_rest_while_a_run_trains_and_are_garbage_again_after() -> None:
         assert gc.get_freeze_count() == 0
     finally:
         gc.freeze()  # else every run of every later test would look through them
-
-
-def test_what_others_froze_stays_frozen() -> None:
-    gc.freeze()
     before = gc.get_freeze_count()
     with gc_frozen():
         pass
@@ -36,13 +33,10 @@ def test_what_others_froze_stays_frozen() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_run_says_and_records_whether_kernels_ran(
-    tmp_path: Path, corpus: Path, dtype: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_and_records_whether_kernels_ran(tmp_path: Path, corpus: Path, dtype: str, capsys: Any) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    arguments = ["train", "tiny", "--data", str(corpus), "--steps", "1", "--sample-every", "9", "--vocab-size", "300"]
-    arguments += ["--batch-size", "2", "--context", "16", "--dtype", dtype]
-    assert main([*arguments, "--out", str(tmp_path / "run")]) == 0
+    small = f"--steps 1 --sample-every 9 --vocab-size 300 --batch-size 2 --context 16 --dtype {dtype}"
+    assert et(*f"train tiny --data {corpus} --out {tmp_path / 'run'} {small}".split()) == 0
     ran = RunFolder.open(tmp_path / "run").config["kernels"]
     assert ran == (dtype == "bfloat16" and cpu.available())
     captured = capsys.readouterr()

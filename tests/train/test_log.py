@@ -19,9 +19,7 @@ from .conftest import Plain, Start, tiny
 
 
 @pytest.mark.parametrize("name", ["dense", "expert_threshold"])
-def test_where_there_is_no_terminal_each_interval_is_one_line(
-    name: str, start: Start, plain: Plain, tmp_path: Path
-) -> None:
+def test_without_a_terminal_each_interval_is_one_line(name: str, start: Start, plain: Plain, tmp_path: Path) -> None:
     start(model=tiny(RULES[name]), console=plain.console, log_every=2)
     lines = [line for line in plain.text().splitlines() if re.match(r"step \d+/8  loss", line)]
     assert [line.split()[1] for line in lines] == ["2/8", "4/8", "6/8", "8/8"]
@@ -74,9 +72,7 @@ def test_a_long_task_tells_how_far_it_is(plain: Plain, monkeypatch: pytest.Monke
     assert plain.text() == "reading: 42%, 0:07 left\nreading: 83%, 0:02 left\n"
 
 
-def test_time_left_is_that_of_the_steps_to_come_at_the_pace_so_far(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_left_is_that_of_steps_to_come_at_the_pace_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("expert_threshold.train.log.time.monotonic", lambda: now)
     state: Any = mock.Mock(step=10, steps=110, not_finite="", skipped_in_a_row=0, **{"is_due.return_value": False})

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from cases import TRAINED
+from commands import content
 from expert_threshold.data import Tokenizer
 from expert_threshold.model import GPT, GPTConfig, gpt
 from expert_threshold.optim import NANOCHAT, OptimConfig
@@ -24,7 +28,7 @@ from expert_threshold.runs import RunFolder, load_model
 from expert_threshold.train import TrainConfig, TrainResult
 from expert_threshold.train.checks import require_pools_fit
 
-from .conftest import Start, spoil, tiny
+from .conftest import Start, assert_same_bytes, spoil, tiny
 
 CLOCKS = {"seconds", "elapsed", "interval_seconds", "tokens_per_second"}
 """All that may differ between two runs of one configuration."""
@@ -38,17 +42,20 @@ def metrics(path: Path, split: str | None = None) -> list[dict[str, Any]]:
     return [without_clocks(r) for r in RunFolder.open(path).metrics.read() if split in (None, r["split"])]
 
 
+def assert_same_checkpoint(a: Path, b: Path) -> None:
+    """Every byte of the tensors in their last checkpoints."""
+    one, other = (RunFolder.open(path).load_checkpoint() for path in (a, b))
+    assert one.tensors.keys() == other.tensors.keys()
+    for part, tensors in one.tensors.items():
+        assert_same_bytes(tensors, other.tensors[part])
+
+
 def assert_same_run(a: Path, b: Path) -> None:
     """Every byte of their last checkpoints and every number of their metrics, but for clocks."""
     one, other = (RunFolder.open(path).load_checkpoint() for path in (a, b))
     assert one.step == other.step
     assert without_clocks(one.state) == without_clocks(other.state)
-    assert one.tensors.keys() == other.tensors.keys()
-    for part, tensors in one.tensors.items():
-        assert tensors.keys() == other.tensors[part].keys()
-        for name, tensor in tensors.items():
-            same = tensor.numpy().tobytes() == other.tensors[part][name].numpy().tobytes()
-            assert same, f"{part} {name}"  # to show how bytes differ would take seconds
+    assert_same_checkpoint(a, b)
     assert metrics(a) == metrics(b)
 
 
@@ -75,14 +82,13 @@ def test_a_resumed_run_equals_one_that_never_stopped(
 
     Without accumulation an interval's loss was its cross-entropy's very tensor, and saving failed.
     """
-    model = tiny(TRAINED[name])
-    start("whole", model, optim, accumulation=accumulation, steps=6)
+    run = functools.partial(start, model=tiny(TRAINED[name]), optim=optim, accumulation=accumulation, steps=6)
+    run("whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
     forget_after(tmp_path / "halves", 4)
     torch.manual_seed(999)
-    result = start("halves", model, optim, accumulation=accumulation, steps=6, resume=True)
-    assert result.finished
-    assert result.step == 6
+    result = run("halves", resume=True)
+    assert (result.step, result.finished) == (6, True)
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 
@@ -121,16 +127,13 @@ def test_a_run_killed_between_saving_and_validating_validates_when_resumed(start
 
 def test_resuming_a_finished_run_changes_nothing(start: Start, tmp_path: Path) -> None:
     first = start()
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = content(tmp_path / "run")
     assert start(resume=True)._replace(elapsed=0) == first._replace(elapsed=0)
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert content(tmp_path / "run") == before
 
 
 def test_saving_comes_before_validating(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr("expert_threshold.train.evaluations.evaluate", fail)
+    monkeypatch.setattr("expert_threshold.train.evaluations.evaluate", mock.Mock(side_effect=RuntimeError))
     with pytest.raises(RuntimeError):
         start()
     assert RunFolder.open(tmp_path / "run").checkpoints() == [4]
@@ -206,13 +209,12 @@ def test_samples_are_written_and_leave_the_run_as_it_was(start: Start, tmp_path:
 
 
 def test_activation_checkpointing_is_an_option(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    recompute = gpt.checkpoint
-    monkeypatch.setattr(gpt, "checkpoint", lambda *args, **options: made.append(1) or recompute(*args, **options))
+    recompute = mock.Mock(wraps=gpt.checkpoint)
+    monkeypatch.setattr(gpt, "checkpoint", recompute)
     start("plain", steps=1)
-    assert not made
+    assert not recompute.called
     start("recomputed", steps=1, activation_checkpointing=True)
-    assert len(made) == 1 * 2 * 2  # steps, micro-batches, layers
+    assert recompute.call_count == 1 * 2 * 2  # steps, micro-batches, layers
 
 
 LOSS_FREE, SLOTS = TokenChoice(4, 1, balance="loss_free"), NullSlots(4, 1, null_slots=3)
@@ -278,7 +280,7 @@ def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another_and_its_rule
         (tiny(activation="swiglu"), "activation='swiglu', but .* has 'relu2'"),
     ],
 )
-def test_weights_of_another_architecture_are_refused_in_one_line(
+def test_another_architecture_is_refused_in_one_line(
     model: GPTConfig, message: str, start: Start, tmp_path: Path
 ) -> None:
     start("first", steps=1)
@@ -298,9 +300,7 @@ def test_weights_of_another_architecture_are_refused_in_one_line(
         ({"init_from": Path("other")}, "init_from=other starts a new run"),
     ],
 )
-def test_what_a_run_learns_with_cannot_change_in_the_middle(
-    changes: dict[str, Any], message: str, start: Start
-) -> None:
+def test_what_a_run_learns_with_cannot_change_midway(changes: dict[str, Any], message: str, start: Start) -> None:
     start()
     with pytest.raises(ValueError, match=message):
         start(resume=True, **changes)
@@ -317,17 +317,14 @@ def test_a_config_file_edited_by_hand_is_refused_with_each_option(start: Start, 
     assert run.checkpoints() == [4, 8]
 
 
-def test_a_finished_run_continues_for_more_steps_and_every_resume_of_it_is_the_same(
-    start: Start, tmp_path: Path, plain: Any
-) -> None:
+def test_a_finished_run_is_extended_and_each_resume_of_it_is_the_same(start: Start, tmp_path: Path, plain: Any) -> None:
     """It has the learning rates of a longer run from there on, and of the shorter one where it is repeated before."""
     often = {"log_every": 1, "eval_every": 4}
     start(**often)
     assert start(resume=True, steps=16, console=plain.console, **often).step == 16
     start("longer", steps=16, **often)
-    rates, longer = (
-        [line["learning_rate"] for line in metrics(tmp_path / name, "train")] for name in ("run", "longer")
-    )
+    runs = tmp_path / "run", tmp_path / "longer"
+    rates, longer = ([line["learning_rate"] for line in metrics(path, "train")] for path in runs)
     assert rates[7]["matrix"] < rates[8]["matrix"]
     assert rates[8:] == [pytest.approx(each) for each in longer[8:]]
     assert "extended to 16 steps" in plain.text()
@@ -340,8 +337,7 @@ def test_a_finished_run_continues_for_more_steps_and_every_resume_of_it_is_the_s
         shutil.copytree(tmp_path / "run", again)
         forget_after(again, step)
         start(again.name, resume=True, steps=16, **often)
-        one, other = (RunFolder.open(path).load_checkpoint().tensors["model"] for path in (tmp_path / "run", again))
-        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        assert_same_checkpoint(tmp_path / "run", again)
 
 
 @pytest.mark.parametrize(
@@ -353,17 +349,14 @@ def test_a_finished_run_continues_for_more_steps_and_every_resume_of_it_is_the_s
         ({"model": tiny(ExpertChoice(32, 1, pool="sequence"))}, "k = .* = 0"),
         ({"model": tiny(vocab_size=256)}, "vocab_size=256 is too small; use at least 257"),
         ({"core_max_per_task": 5}, "core_max_per_task=5 has no effect without CORE"),
-        pytest.param(
-            {"device": "cuda"},
-            "device=cuda",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here"),
-        ),
+        ({"device": "cuda"}, "device=cuda: torch .* finds no CUDA device"),
     ],
 )
 def test_what_cannot_train_is_refused_before_the_text_is_read_and_nothing_is_written(
     options: dict[str, Any], message: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("expert_threshold.train.prepare.open_source", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message) as error:
         start(**options)
     assert "\n" not in str(error.value)
@@ -431,10 +424,7 @@ def test_a_dead_expert_is_told_once(start: Start, tmp_path: Path, monkeypatch: p
     assert len(metrics(tmp_path / "run", "event")) == 1
 
 
-LONG = {
-    "steps": 9, "batch_size": 2, "accumulation": 2, "log_every": 4, "eval_every": None, "checkpoint_every": 5,
-    "threads": 1,
-}  # fmt: skip
+LONG = {"steps": 9, "log_every": 4, "eval_every": None, "checkpoint_every": 5}
 
 
 def signals(run: Path, *numbers: signal.Signals) -> Callable[..., str]:
@@ -477,8 +467,6 @@ def test_a_second_ctrl_c_quits_at_once_and_harms_nothing_saved(start: Start, tmp
 
 
 def test_in_another_thread_a_run_installs_no_handlers(start: Start) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     before = signal.getsignal(signal.SIGINT)
     with ThreadPoolExecutor(1) as pool:
         result: TrainResult = pool.submit(start, steps=1).result()

@@ -57,9 +57,7 @@ def said(result: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("ranks", "split"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4)])
-def test_a_resumed_run_splits_experts_as_before_as_far_as_its_ranks_allow(
-    ranks: int, split: int, tmp_path: Path
-) -> None:
+def test_a_resumed_run_splits_experts_as_before_as_far_as_ranks_allow(ranks: int, split: int, tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     config = RunConfig(GPTConfig(), DataConfig("corpus.jsonl"), OptimConfig(), TrainConfig(expert_parallel=4))
     run.write_config(config.to_dict())
@@ -88,9 +86,7 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_by_itself_where_the_laun
         ("full", r"rank 1: .*_of_rank_1.safetensors: File too large; .*"),
     ],
 )
-def test_what_goes_wrong_on_one_rank_ends_all_with_one_line_and_harms_nothing_saved(
-    what: str, line: str, tmp_path: Path
-) -> None:
+def test_a_failure_of_one_rank_ends_all_with_one_line_and_harms_nothing(what: str, line: str, tmp_path: Path) -> None:
     result = torchrun(*failing(what, 1, 5, tmp_path, "--train.timeout", "20"))
     assert result.returncode != 0
     [told] = said(result)

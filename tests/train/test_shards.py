@@ -12,6 +12,7 @@ from expert_threshold.data import Tokenizer, loader
 from expert_threshold.runs import RunFolder
 
 from .conftest import Start
+from .test_loop import assert_same_run, forget_after, metrics
 
 TEXTS = [f"Shard text {number}: " + "the model reads and learns. " * (number % 5 + 1) for number in range(120)]
 
@@ -28,23 +29,17 @@ def corpus(tmp_path: Path) -> Path:
     return write_shards(tmp_path / "shards", TEXTS, row_group_size=4)
 
 
-def weights(folder: Path) -> bytes:
-    return (folder / "checkpoints" / "step_000008" / "model.safetensors").read_bytes()
-
-
 def test_a_run_on_shards_that_was_resumed_equals_one_that_never_stopped(start: Start, tmp_path: Path) -> None:
     start("whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
-    shutil.rmtree(tmp_path / "halves" / "checkpoints" / "step_000008")
+    forget_after(tmp_path / "halves", 4)
     start("halves", resume=True)
-    assert weights(tmp_path / "halves") == weights(tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", tmp_path / "halves")
     position = RunFolder.open(tmp_path / "whole").load_checkpoint(4).state["position"]
     assert position["block"] > 0
 
 
-def test_the_tokenizer_beside_the_shards_is_used_if_it_is_of_the_models_size(
-    start: Start, tmp_path: Path, corpus: Path
-) -> None:
+def test_a_tokenizer_beside_shards_is_used_if_of_the_models_size(start: Start, tmp_path: Path, corpus: Path) -> None:
     for vocab_size in (300, 290):
         beside = Tokenizer.train(TEXTS[:60], vocab_size)
         beside.save(corpus / "tokenizer.json")
@@ -55,5 +50,4 @@ def test_the_tokenizer_beside_the_shards_is_used_if_it_is_of_the_models_size(
 
 def test_validation_reads_no_more_than_it_evaluates(start: Start, tmp_path: Path) -> None:
     start(eval_tokens=64)
-    (last,) = [r for r in RunFolder.open(tmp_path / "run").metrics.read() if r["split"] == "validation"][-1:]
-    assert last["tokens"] == 64
+    assert metrics(tmp_path / "run", "validation")[-1]["tokens"] == 64

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cases import RULES, TRAINED, small_config
-from expert_threshold.data import Batch, Loader, Tokens
+from expert_threshold.data import Loader, Tokens
 from expert_threshold.model import GPT, Output
 from expert_threshold.optim import OptimConfig, make_optimizers
 from expert_threshold.routing import ExpertThreshold, Observation, Rule, TokenChoice
@@ -21,7 +22,7 @@ from expert_threshold.train import TrainConfig, train_step
 from expert_threshold.train.log import flatten, train_record
 from expert_threshold.train.state import TrainState
 
-from .conftest import spoil
+from .conftest import assert_same_bytes, spoil
 
 ROUTED = [rule for rule in TRAINED.values() if rule]
 CONTEXT, VOCAB = 16, 64
@@ -44,14 +45,6 @@ def everything(state: TrainState) -> dict[str, Tensor]:
     moments, counts = state.optimizers.state_dict()
     counters = {f"count.{name}": torch.tensor(count) for name, count in counts.items()}
     return {name: t.clone() for name, t in (state.model.state_dict() | moments | counters).items()}
-
-
-def assert_same_bytes(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype, name
-        same = a[name].numpy().tobytes() == b[name].numpy().tobytes()
-        assert same, name  # pytest would show how long bytes differ, for minutes where CI is set
 
 
 def gradients(state: TrainState) -> dict[str, Tensor]:
@@ -78,17 +71,17 @@ def test_accumulated_gradients_are_those_of_one_large_batch(rule: Rule | None) -
 
 
 @pytest.mark.parametrize("rule", ROUTED, ids=str)
-def test_rules_move_once_per_step_by_the_sum_of_its_micro_batches(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_move_once_per_step_by_the_sum_of_its_micro_batches(rule: Rule) -> None:
     state = make_state(rule, batch_size=2, accumulation=3)
-    seen = []
-    forward = GPT.forward
+    seen: list[Observation] = []
+    forward = state.forward
 
-    def record(self: GPT, *args: Tensor) -> Output:
-        output = forward(self, *args)
+    def record(*batch: Tensor) -> Output:
+        output = forward(*batch)
         seen.append(output.observations[0])
         return output
 
-    monkeypatch.setattr(GPT, "forward", record)
+    state.forward = record
     [(_, moe)] = state.model.moe_layers()
     for _ in range(2):
         before = type(moe.router.state)(*(t.clone() for t in moe.router.state))
@@ -102,13 +95,7 @@ def test_rules_move_once_per_step_by_the_sum_of_its_micro_batches(rule: Rule, mo
 @pytest.mark.parametrize("rule", TRAINED.values(), ids=TRAINED)
 def test_one_batch_can_be_learned_by_heart(rule: Rule | None) -> None:
     state = make_state(rule, OptimConfig(adamw_warmup_steps=0, head_lr=0.02), batch_size=1)
-    batch = next(state.loader)
-
-    class Same(Iterator[Batch]):
-        def __next__(self) -> Batch:
-            return batch
-
-    state.loader = Same()  # type: ignore[assignment]
+    state.loader = itertools.repeat(next(state.loader))
     for _ in range(30):
         train_step(state)
     state.take_interval()
@@ -176,19 +163,6 @@ def test_nothing_piles_up_between_steps(rule: Rule | None) -> None:
     assert not any(tensor.requires_grad for tensor in interval.means.values())
 
 
-def test_an_interval_covers_all_steps_since_the_last() -> None:
-    state = make_state(RULES["expert_threshold"], accumulation=2)
-    assert state.take_interval() is None
-    for steps in (3, 1):
-        for _ in range(steps):
-            train_step(state)
-        interval = state.take_interval()
-        assert interval.steps == steps
-        assert interval.tokens_per_second > 0
-    assert state.take_interval() is None
-    assert state.tokens == 4 * 2 * 4 * CONTEXT
-
-
 def observed(state: TrainState) -> list[Observation]:
     """The observations of the only layer with experts, one of each step from now on."""
     seen: list[Observation] = []
@@ -203,14 +177,20 @@ def observed(state: TrainState) -> list[Observation]:
 
 
 def test_a_line_of_metrics_has_the_numbers_of_each_layer_and_expert() -> None:
+    """Cutoffs were those after the last step, whose distance to its batches hung on the length of the line."""
     state = make_state(ExpertThreshold(4, 1, warmup_steps=0, capacity_slack=0.1, decay=0.5), accumulation=2)
-    every = observed(state)
+    [(_, moe)] = state.model.moe_layers()
+    every, cutoffs = observed(state), []
     for _ in range(3):
+        cutoffs.append(moe.router.thresholds())
         train_step(state)
     interval = state.take_interval()
     seen = every[0] + every[1] + every[2]
     line = train_record(state.model, interval)["layers"]["1"]
+    distances = [(each.batch_cutoff - cutoff).abs() for each, cutoff in zip(every, cutoffs, strict=True)]
     for name, value in (
+        ("cutoff", sum(cutoffs) / 3),
+        ("cutoff_distance", sum(distances) / 3),
         ("usage", seen.usage),
         ("batch_cutoff", seen.batch_cutoff),
         ("raw_usage", seen.raw_load / seen.tokens),
@@ -218,7 +198,7 @@ def test_a_line_of_metrics_has_the_numbers_of_each_layer_and_expert() -> None:
     ):
         assert line[name] == pytest.approx(value.tolist(), rel=1e-5), name
         assert len(set(line[name])) > 1, name  # experts differ, so that no other's number would pass
-    for name in ("cutoff", "cutoff_distance", "saturation", "score_std", "gate_std"):
+    for name in ("saturation", "score_std", "gate_std"):
         assert line[name] == pytest.approx(interval.means[f"1.{name}"].tolist(), rel=1e-5), name
         assert len(set(line[name])) > 1, name
     assert line["fanout_mean"] == pytest.approx(float(seen.fanout_mean), rel=1e-5)
@@ -233,8 +213,8 @@ def lines_every(rule: Rule | None, every: int, steps: int = 4) -> list[dict[str,
     for step in range(1, steps + 1):
         train_step(state)
         if step % every == 0:
-            interval = state.take_interval()
-            lines.append(train_record(state.model, interval))
+            lines.append(train_record(state.model, state.take_interval()))
+    assert state.take_interval() is None
     return lines
 
 
@@ -253,18 +233,3 @@ def test_the_mean_of_the_lines_is_the_same_however_many_steps_a_line_has(rule: R
         found = mean_of(lines_every(rule, every))
         assert found.pop("train/steps") == every
         assert found == {name: pytest.approx(expected[name], rel=1e-4, abs=1e-5) for name in found}
-
-
-def test_cutoffs_of_a_line_are_those_that_its_steps_were_routed_by() -> None:
-    """They were those after its last step, whose distance to the mean of its batches hung on the length of the line."""
-    state = make_state(ExpertThreshold(4, 1, warmup_steps=0, decay=0.9))
-    [(_, moe)] = state.model.moe_layers()
-    every = observed(state)
-    for _ in range(3):
-        cutoff = moe.router.thresholds()
-        train_step(state)
-        interval = state.take_interval()
-        seen = every[-1]
-        line = train_record(state.model, interval)["layers"]["1"]
-        assert line["cutoff"] == pytest.approx(cutoff.tolist(), rel=1e-5, abs=1e-6)
-        assert line["cutoff_distance"] == pytest.approx((seen.batch_cutoff - cutoff).abs().tolist(), rel=1e-4, abs=1e-6)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -47,37 +46,22 @@ def test_tensorboard_shows_the_metrics_also_of_a_resumed_run(start: Start, tmp_p
 
 
 @pytest.mark.parametrize("track", ["trackio", "wandb"])
-def test_other_trackers_get_the_metrics(
-    track: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in for the package, with the functions that are called."""
-    runs: list[dict[str, Any]] = []
-
-    class Run:
-        def log(self, metrics: dict[str, float], step: int) -> None:
-            runs[-1]["lines"].append((step, metrics))
-
-        def finish(self) -> None:
-            runs[-1]["finished"] = True
-
-    def init(project: str, **options: Any) -> Run:
-        runs.append({"project": project, "lines": [], "finished": False} | options)
-        return Run()
-
-    module = ModuleType(track)
-    module.init = init  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, track, module)
+def test_other_trackers_get_metrics(track: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package."""
+    package = mock.Mock()
+    run, lines = package.init.return_value, package.init.return_value.log.call_args_list
+    monkeypatch.setitem(sys.modules, track, package)
     start(track=track)
-    [run] = runs
-    assert (run["project"], run["name"], run["finished"]) == ("expert-threshold", "run", True)
-    assert run["config"]["train"]["steps"] == 8
-    assert run["resume"] == "never"
-    assert [step for step, _ in run["lines"]] == [3, 4, 6, 8, 8]
-    assert run["lines"][0][1]["train/layers/1/cutoff/0"] != 0
+    options = package.init.call_args.kwargs
+    assert (options["project"], options["name"], options["resume"]) == ("expert-threshold", "run", "never")
+    assert options["config"]["train"]["steps"] == 8
+    assert [line.kwargs["step"] for line in lines] == [3, 4, 6, 8, 8]
+    assert lines[0].args[0]["train/layers/1/cutoff/0"] != 0
+    run.finish.assert_called_once_with()
     forget_after(tmp_path / "run", 4)
     start(track=track, resume=True)
-    assert runs[1]["resume"] == "allow"
-    assert [step for step, _ in runs[1]["lines"]] == [6, 8, 8]
+    assert package.init.call_args.kwargs["resume"] == "allow"
+    assert [line.kwargs["step"] for line in run.log.call_args_list[5:]] == [6, 8, 8]
 
 
 @pytest.mark.parametrize(("track", "package"), list(PACKAGES.items()))

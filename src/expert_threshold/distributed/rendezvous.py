@@ -52,18 +52,11 @@ class Rendezvous:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        local_world_size: int,
+        self, store: Store, rank: int, world_size: int, local_rank: int, local_world_size: int,
         launch_store: Store | None = None,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.local_rank = local_rank
-        self.local_world_size = local_world_size
+    ) -> None:  # fmt: skip
+        self.rank, self.world_size = rank, world_size
+        self.local_rank, self.local_world_size = local_rank, local_world_size
         self.group_store = PrefixStore("groups", store)
         self._store = PrefixStore("ranks", store)
         self._launch_store = PrefixStore("launch", launch_store or store)

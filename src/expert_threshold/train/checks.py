@@ -36,7 +36,11 @@ FREE_ON_RESUME = {
 
 def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
     """Raise ValueError if the options cannot work with any text, or on this machine with this number of ranks."""
-    require_backend(model, config)
+    device = pick_device(config.device)
+    x = torch.zeros(0, model.d_model, dtype=pick_dtype(config.dtype, device), device=device)
+    with torch.device("meta"):
+        experts = Experts(1, model.d_model, model.d_expert, model.activation)
+    backend_named(model.dispatch).require(x, experts)
     if config.threads is not None:
         require_few(config.threads)
     require_split(model, config, ranks)
@@ -50,15 +54,6 @@ def require_split(model: GPTConfig, config: TrainConfig, ranks: int) -> None:
     mesh_sizes(ranks, config.expert_parallel)
     if model.rule is not None:
         require_even_split(model.rule.num_experts, config.expert_parallel)
-
-
-def require_backend(model: GPTConfig, config: TrainConfig) -> None:
-    """Raise ValueError if the model's backend does not support the run's device, dtype or experts."""
-    device = pick_device(config.device)
-    x = torch.zeros(0, model.d_model, dtype=pick_dtype(config.dtype, device), device=device)
-    with torch.device("meta"):
-        experts = Experts(1, model.d_model, model.d_expert, model.activation)
-    backend_named(model.dispatch).require(x, experts)
 
 
 def require_few(threads: int) -> None:

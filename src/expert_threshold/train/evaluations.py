@@ -138,14 +138,10 @@ class Evaluations:
     def _validate(self) -> None:
         assert self.prepared.validation is not None
         validation = evaluate(
-            self.state.model,
-            self.prepared.validation,
-            self.prepared.tokenizer,
-            batch_size=self.config.batch_size,
-            max_tokens=self.config.eval_tokens,
-            group=self.parallel.world,
+            self.state.model, self.prepared.validation, self.prepared.tokenizer, batch_size=self.config.batch_size,
+            max_tokens=self.config.eval_tokens, group=self.parallel.world,
             progress=self.log.display.task("validating"),
-        )
+        )  # fmt: skip
         self.log.validation(validation, self.timer.elapsed)
         if self.validated is not None:
             self.validated(self.state.step, validation.loss)

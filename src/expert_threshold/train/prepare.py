@@ -114,16 +114,11 @@ def prepare(
         facts = {"text": corpus.hash, "tokenizer": text.tokenizer.hash, "dtype": str(dtype)}
         parallel.rendezvous.require_equal(facts, "give every rank the same text and the same kind of machine")
     local = local_batch(config.batch_size, config.accumulation, model.rule, parallel.world_size)
+    threads = max(1, ((os.cpu_count() or 1) - 1) // parallel.local_world_size)
     loader = Loader(
-        text.train,
-        local.batch_size,
-        model.context,
-        config.seed,
-        parallel.rank,
-        parallel.world_size,
-        threads=max(1, ((os.cpu_count() or 1) - 1) // parallel.local_world_size),
+        text.train, local.batch_size, model.context, config.seed, parallel.rank, parallel.world_size, threads=threads,
         group=parallel.world,
-    )
+    )  # fmt: skip
     shards = parallelize(gpt, optim, parallel)
     optimizers = make_optimizers(shards.parameters.items(), optim, model.d_model)
     forward = compiled(gpt) if record["compiled"] else None

@@ -128,19 +128,14 @@ class TrainState:
         self.shards = shards or OptimizerShards(dict(model.named_parameters()))
         self.device = model.embed.weight.device
         self.budget = budget or Budget(config.steps)
-        self.step = 0
-        self.tokens = 0
-        self.seconds = 0.0
-        self.elapsed = 0.0
-        self.skipped = 0
-        self.skipped_in_a_row = 0
+        self.step = self.tokens = self.skipped = self.skipped_in_a_row = 0
+        self.seconds = self.elapsed = 0.0
         self.options: dict[str, Any] = {}  # the options that decide what the run learns; saved in checkpoints
         self.not_finite = ""  # the reason why the last step was skipped; empty if it was not
         self.status = Status()  # summed over all ranks, at the last step
         # Measurements since the last `take_interval`.
         self._values: Values = {}
-        self.interval_steps = 0  # excluding skipped steps
-        self.interval_tokens = 0
+        self.interval_steps = self.interval_tokens = 0  # excluding skipped steps, but including their tokens
         self.interval_seconds = 0.0
 
     @property
