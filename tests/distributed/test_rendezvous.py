@@ -91,7 +91,6 @@ def test_a_lost_collective_is_reported_with_its_cause(
 
 def test_a_rank_whose_store_is_gone_reports_by_itself() -> None:
     """It ended in a traceback out of the report."""
-
     said: list[str] = []
     alone = Rendezvous(HashStore(), 1, 2, 1, 2)
     alone._store = Mock(**{"set.side_effect": DistNetworkError("Broken pipe")})

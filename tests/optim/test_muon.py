@@ -109,10 +109,7 @@ def test_a_parameter_without_gradient_is_skipped_and_keeps_its_momentum() -> Non
         named["p0"].grad = None  # then there is none at all
 
 
-Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-def scheduled(make: Factory, steps: int = 6) -> list[nn.Parameter]:
+def scheduled(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 6) -> list[nn.Parameter]:
     """Return two matrices after steps during which a scheduler of torch changes the learning rate."""
     named = parameters([(16, 6), (6, 16)])
     optimizer = make(list(named.values()))

@@ -28,10 +28,6 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_bundle(tmp_path / "core", {"copy": ("language_modeling", 1, 0, copy), "who": ("schema", 0, 50, who)})
 
 
-def without_core(path: Path) -> list[dict[str, Any]]:
-    return [record for record in metrics(path) if record["split"] != "core"]
-
-
 def test_it_is_asked_at_intervals_and_at_the_end(start: Start, tmp_path: Path, bundle: Path, plain: Plain) -> None:
     start(core_every=3, core_max_per_task=5, console=plain.console)
     folder = RunFolder.open(tmp_path / "run")
@@ -61,7 +57,8 @@ def test_asking_changes_nothing_else_and_a_resumed_run_asks_the_same(start: Star
     options = {"core_every": 3}
     start("without", checkpoint_every=3)
     start("whole", **options)
-    assert without_core(tmp_path / "whole") == metrics(tmp_path / "without")
+    others = [record for record in metrics(tmp_path / "whole") if record["split"] != "core"]
+    assert others == metrics(tmp_path / "without")
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "without")
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
     forget_after(tmp_path / "halves", 4)

@@ -162,8 +162,7 @@ def test_metrics_have_what_reports_read(name: str, start: Start, tmp_path: Path)
             assert math.isclose(sum(layer["usage"]), layer["fanout_mean"], rel_tol=1e-5)
             assert layer["load_spread"] >= 1
     for line in validations:
-        assert line["loss"] > 0
-        assert line["bits_per_byte"] > 0
+        assert min(line["loss"], line["bits_per_byte"]) > 0
         for layer in line["layers"].values():
             assert len(layer["usage"]) == 4
             assert sum(layer["fanout_counts"]) == line["tokens"]
@@ -175,9 +174,8 @@ def test_a_run_folder_records_all_that_repeats_it(start: Start, tmp_path: Path, 
     assert GPTConfig.from_dict(config) == tiny()
     assert OptimConfig(**config["optim"]) == OptimConfig()
     assert TrainConfig(**config["train"]).log_every == 4
-    assert config["train"]["device"] == "cpu"
+    assert (config["train"]["device"], config["train"]["threads"]) == ("cpu", 1)
     assert config["train"]["dtype"] in ("float32", "bfloat16")
-    assert config["train"]["threads"] == 1
     assert config["data"]["source"] == str(corpus.resolve())
     assert len(config["corpus"]["hash"]) == 64
     assert config["versions"]["torch"] == torch.__version__
@@ -462,7 +460,6 @@ def test_a_second_ctrl_c_quits_at_once_and_harms_nothing_saved(start: Start, tmp
         start("stopped", sample_every=1, sample=sample, **LONG)
     run = RunFolder.open(tmp_path / "stopped")
     assert run.load_checkpoint().step == 5
-    assert run.metrics.read() is not None
     assert not (tmp_path / "stopped" / ".lock").exists()
 
 

@@ -184,8 +184,7 @@ def test_a_line_of_metrics_has_the_numbers_of_each_layer_and_expert() -> None:
     for _ in range(3):
         cutoffs.append(moe.router.thresholds())
         train_step(state)
-    interval = state.take_interval()
-    seen = every[0] + every[1] + every[2]
+    interval, seen = state.take_interval(), every[0] + every[1] + every[2]
     line = train_record(state.model, interval)["layers"]["1"]
     distances = [(each.batch_cutoff - cutoff).abs() for each, cutoff in zip(every, cutoffs, strict=True)]
     for name, value in (
