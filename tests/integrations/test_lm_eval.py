@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cases import write_run
+from commands import lines, write_lines
 from expert_threshold.cli import main
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import generate
@@ -39,10 +40,12 @@ def requests(kind: Any, arguments: list[tuple[Any, ...]]) -> list[Instance]:
     return [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
 
 
-def log_probabilities(model: GPT, ids: list[int]) -> torch.Tensor:
-    """(tokens - 1, vocab): of what follows each token but the last."""
+def scored(model: GPT, ids: list[int], count: int) -> tuple[float, bool]:
+    """The log-probability of the last `count` tokens by one plain forward, and whether each is the likeliest."""
     with torch.no_grad():
-        return model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+        found = model(torch.tensor([ids[:-1]])).logits[0, -count:].log_softmax(-1)
+    wanted = torch.tensor(ids[-count:])
+    return float(found.gather(1, wanted[:, None]).sum()), bool((found.argmax(1) == wanted).all())
 
 
 def test_log_likelihoods_are_those_of_plain_forwards(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:
@@ -53,12 +56,9 @@ def test_log_likelihoods_are_those_of_plain_forwards(lm: HarnessModel, model: GP
     ):
         given = [tokenizer.bos, *tokenizer.encode(context.rstrip())]
         ids = [tokenizer.bos, *tokenizer.encode(context + ending)]
-        count = len(ids) - len(given)
-        ids = ids[-(CONTEXT + 1) :]
-        probabilities = log_probabilities(model, ids)[-count:]
-        wanted = torch.tensor(ids[-count:])
-        assert found == pytest.approx(float(probabilities.gather(1, wanted[:, None]).sum()), abs=1e-4)
-        assert greedy == bool((probabilities.argmax(1) == wanted).all())
+        expected, likeliest = scored(model, ids[-(CONTEXT + 1) :], len(ids) - len(given))
+        assert found == pytest.approx(expected, abs=1e-4)
+        assert greedy == likeliest
 
 
 def test_of_a_too_long_continuation_the_end_is_scored(lm: HarnessModel, caplog: pytest.LogCaptureFixture) -> None:
@@ -76,8 +76,7 @@ def test_a_whole_text_is_scored_in_windows_each_token_once(lm: HarnessModel, mod
         for start in range(1, len(ids), CONTEXT):
             end = min(start + CONTEXT, len(ids))
             first = start - 1 if end - start == CONTEXT else max(end - CONTEXT - 1, 0)  # the last window is full, too
-            probabilities = log_probabilities(model, ids[first:end])[start - 1 - first :]
-            expected += float(probabilities.gather(1, torch.tensor(ids[start:end])[:, None]).sum())
+            expected += scored(model, ids[first:end], end - start)[0]
         assert nats == pytest.approx(expected, abs=1e-3)
     assert found[2] == 0
 
@@ -173,7 +172,7 @@ metric_list: [{metric: exact_match}]
 
 
 @pytest.fixture
-def tasks(tmp_path: Path, model: GPT, tokenizer: Tokenizer) -> Path:
+def tasks(tmp_path: Path, model: GPT, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two tasks of ten questions, of which the model answers some; all that it has to write is right but one."""
     folder = tmp_path / "tasks"
     folder.mkdir()
@@ -182,8 +181,13 @@ def tasks(tmp_path: Path, model: GPT, tokenizer: Tokenizer) -> Path:
         question = f"the cat {i}"
         answer = alone(model, tokenizer, question, 5) if i else "something else"
         rows.append({"question": question, "choices": ["sat on", "the mat"], "gold": i % 2, "answer": answer})
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_lines(folder / "rows.jsonl", rows)
+
+    def ours(include_path: str, **_: Any) -> TaskManager:  # reading the harness's own tasks takes seconds
+        return TaskManager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr("expert_threshold.integrations.lm_eval.TaskManager", ours)
+    monkeypatch.chdir(tmp_path)
     for name, text in TASKS.items():
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=data, cache=tmp_path / "cache") + text)
     return folder
@@ -196,13 +200,10 @@ def test_local_tasks_are_asked_and_their_scores_shown_and_written(
     options = ["--no-validation", "--harness", "colours,writing", "--harness-path", str(tasks), "--dtype", "float32"]
     assert main(["evaluate", str(run), *options]) == 0
     right = 0
-    for row in map(json.loads, (tasks / "rows.jsonl").read_text().splitlines()):
-        given = [tokenizer.bos, *tokenizer.encode(row["question"])]
-        sums = []
-        for choice in row["choices"]:
-            ids = [tokenizer.bos, *tokenizer.encode(f"{row['question']} {choice}")]
-            found = log_probabilities(model, ids)[len(given) - 1 :]
-            sums.append(float(found.gather(1, torch.tensor(ids[len(given) :])[:, None]).sum()))
+    for row in lines(tasks / "rows.jsonl"):
+        given = tokenizer.encode(row["question"])
+        texts = [tokenizer.encode(f"{row['question']} {choice}") for choice in row["choices"]]
+        sums = [scored(model, [tokenizer.bos, *ids], len(ids) - len(given))[0] for ids in texts]
         right += sums.index(max(sums)) == row["gold"]
     assert 0 < right < 10
     saved = json.loads((run / "evaluation.json").read_text())["harness"]
@@ -225,26 +226,15 @@ def test_local_tasks_are_asked_and_their_scores_shown_and_written(
     ],
 )
 def test_what_cannot_be_asked_is_one_line_and_2(
-    options: list[str],
-    message: str,
-    tasks: Path,
-    tmp_path: Path,
-    model: GPT,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], message: str, tasks: Path, model: GPT, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def without_the_harness_own(include_path: str | None = None, include_defaults: bool = False) -> TaskManager:
-        return TaskManager(include_path=include_path, include_defaults=False)  # of which reading takes seconds
-
-    monkeypatch.setattr("expert_threshold.integrations.lm_eval.TaskManager", without_the_harness_own)
-    write_run(tmp_path / "run", model)
+    run = write_run(tasks.with_name("run"), model).path
     writing = (tasks / "writing.yaml").read_text()
     (tasks / "writing.yaml").write_text(writing.replace("rows.jsonl", "gone.jsonl"))
-    monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "run", "--no-validation", "--harness", *options]) == 2
     error = capsys.readouterr().err
     assert message in error.splitlines()[-1]
-    assert not (tmp_path / "run" / "evaluation.json").exists() or "writing" in options
+    assert not (run / "evaluation.json").exists() or "writing" in options
 
 
 def test_a_missing_harness_is_reported_with_the_command_to_install_it(

@@ -29,7 +29,7 @@ from .options import Option, parse_all
 
 Given = Mapping[str, Any]
 BESIDE = f"SOURCE/{TOKENIZER}"
-SOURCE = Option("source", str, FINEWEB_EDU, "The text: a folder of shards, or fineweb-edu if it was downloaded.", True)
+SOURCE = Option("source", str, FINEWEB_EDU, "Text: a folder of shards, or fineweb-edu if it was downloaded.", True)
 TEXT_FIELD = Option("text_field", str, "text", "Name of the column with the text.")
 OUT = "use another --out"
 
@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _cache(part: str) -> Iterator[Path]:
-    """Yield the cache folder, with an exclusive lock on its `part`."""
+    """Yield the cache folder while holding an exclusive lock on its `part`."""
     folder = cache_folder()
     with exclusive(require_writable(folder / part) / ".lock"):
         yield folder

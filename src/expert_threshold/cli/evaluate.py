@@ -177,7 +177,7 @@ def _check(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
 
 
 def _tasks(options: Mapping[str, Any]) -> tuple[list[Task], list[str]]:
-    """Return all tasks of the bundle, and the labels of the tasks to evaluate."""
+    """Return all tasks of the bundle and the labels of the tasks to evaluate."""
     if options["bundle"] is None:
         return [], []
     tasks = read_bundle(options["bundle"], options["baselines"])
@@ -223,8 +223,8 @@ class Run(NamedTuple):
             self.results.write("data", known | {place: self.losses(source, corpus, eval_tokens)})
 
     def losses(self, what: str, corpus: Corpus, eval_tokens: int | None) -> dict[str, Any]:
-        """Return the loss and bits per byte on the corpus's validation split, with causal routing and, if the rule
-        looks ahead in training and the text fills a training batch, with training pools too."""
+        """Return the loss and bits per byte on the corpus's validation split with causal routing. If the rule looks
+        ahead in training and the text fills a training batch, also return them with training pools."""
         rule = self.model.config.rule
         looks_ahead = rule is not None and rule.looks_ahead and self.results.rate is None
         pooled_at = training_batch(self.folder) if looks_ahead else None
@@ -297,7 +297,7 @@ def _is_of(known: Any, corpus: str, eval_tokens: int | None) -> bool:
 
 
 def _short_names(places: Sequence[str]) -> dict[str, str]:
-    """Return the places, keyed by the shortest unique ending of their paths, which is never VALIDATION."""
+    """Return the places, keyed by the shortest unique ending of their paths other than VALIDATION."""
 
     def ends(place: str) -> list[str]:
         parts = Path(place).parts

@@ -1,4 +1,4 @@
-"""`et retrofit`: converts a top-k checkpoint to variable fanout, and compares both."""
+"""`et retrofit`: converts a top-k checkpoint to variable fanout and compares the two."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .options import COMPUTE, STEP, Option, parse_all, picked_device
 OPTIONS = [
     Option("model", str, None, "Folder of a run or model. It is not changed.", positional=True, required=True),
     Option("to", str, None, "The folder to create, in the same format as MODEL.", required=True),
-    Option("data", str, None, "Text, as in et train. The models are compared on its held-out part.", required=True),
+    Option("data", str, None, "Text, as for et train. The models are compared on its held-out part.", required=True),
     Option("text_field", str, "text", "Name of the field (.jsonl) or column (.parquet) of --data with the text."),
     Option("experts_per_token", float | None, None, "Target mean fanout. Defaults to the fanout of the checkpoint."),
-    Option("cutoffs", Cutoffs, "scores", "How to set the cutoffs of the new model. All ways are compared."),
+    Option("cutoffs", Cutoffs, "scores", "How to set the new model's cutoffs. The report compares all ways."),
     Option("tokens", Count, 65_536, "Number of tokens to calibrate on."),
     Option("distill_routers", NonNegativeInt, 0, "Number of steps that distill the checkpoint into the routers."),
     Option("distill_all", NonNegativeInt, 0, "Number of subsequent steps that distill it into all weights."),

@@ -1,4 +1,4 @@
-"""Turns text into batches, with corpora, a tokenizer, and a loader that packs documents."""
+"""Turns text into batches: corpora, a tokenizer, and a loader that packs documents."""
 
 from .domains import open_held_out
 from .loader import IGNORED, Batch, Loader, Position, pack, windows

@@ -37,7 +37,7 @@ VALIDATION_FILE_BYTES = 50_000
 """Larger files are used for training, so that no single module dominates the validation loss."""
 
 Document = tuple[str, str]
-"""The name of a document, which is unique in the corpus, and its text."""
+"""A document's name, which is unique in the corpus, and its text."""
 
 
 def documents(stdlib: Path | None = None) -> tuple[list[Document], list[Document]]:

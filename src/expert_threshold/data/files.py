@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 SUFFIXES = (".parquet", ".jsonl", ".txt")
-"""The supported kinds of files, in order of preference. A folder may mix them, since data sets come with notes."""
+"""The supported kinds of files, in order of preference. A folder may mix them because data sets come with notes."""
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 SECTION_BYTES = 8192
@@ -171,7 +171,7 @@ def _row_groups(path: Path, text_field: str) -> list[RowGroup]:
 
 
 def _footer(path: Path) -> bytes:
-    """Return the footer of a Parquet file. It lists all offsets and sizes, and so identifies the file's contents."""
+    """Return the footer of a Parquet file, which lists all offsets and sizes and so identifies the file's contents."""
     with path.open("rb") as file:
         file.seek(-8, os.SEEK_END)
         length = int.from_bytes(file.read(4), "little")

@@ -1,4 +1,4 @@
-"""Packs documents into a stream of tokens and cuts batches from it. Threads prepare blocks of the stream in advance."""
+"""Packs documents into a stream of tokens and cuts it into batches. Threads prepare blocks of the stream in advance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Position:
 
 
 class Batch(NamedTuple):
-    """Token ids and their targets, which are the ids that follow. Both are int64; from a `Loader`, (batch, context)."""
+    """Token ids and their targets, the ids that follow. Both are int64 and, from a `Loader`, (batch, context)."""
 
     tokens: Tensor
     targets: Tensor
@@ -186,7 +186,7 @@ class Stream:
         return len(self._layout(epoch))
 
     def load(self, epoch: int, block: int) -> Tokens:
-        """Return the tokens of a block, and prefetch the blocks that follow it."""
+        """Return the tokens of a block and prefetch the blocks that follow it."""
         if (epoch, block) not in self._ahead:
             self._forget()
             self._begin(epoch, block)

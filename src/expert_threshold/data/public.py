@@ -59,7 +59,7 @@ def cache_folder() -> Path:
 
 
 def require_writable(folder: Path, remedy: str = f"set {VARIABLE} to another cache folder") -> Path:
-    """Create the folder if needed, and return it. Raises ValueError with the remedy if it is not writable."""
+    """Create the folder if needed and return it. Raises ValueError with the remedy if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -77,7 +77,7 @@ def list_files(dataset: str) -> dict[str, Any]:
 
 
 def download(dataset: str, names: Sequence[str], folder: Path, progress: Progress = lambda done, total: None) -> None:
-    """Download the named files of a data set that are missing from a folder, and check their SHA-256.
+    """Download the named files of a data set that are missing from a folder and check their SHA-256.
 
     Interrupted downloads are resumed. After a failure, completed files are kept, and the next call continues from
     there. Raises ValueError if the hub is unreachable or refuses a file, or if huggingface_hub is missing, and OSError
@@ -176,7 +176,8 @@ def fetch(url: str, path: Path, progress: Progress = lambda done, total: None) -
 def fetch_dataset(cache: Path, name: str, pattern: str, progress: Progress) -> Path:
     """Download the files of a Hugging Face data set whose paths match `pattern`, and return their folder.
 
-    Parquet is preferred to JSON Lines, and JSON Lines to plain text. Raises ValueError as `download` does.
+    Only files of one kind are downloaded: Parquet if there are any, else JSON Lines, else plain text. Raises ValueError
+    as `download` does.
     """
     matching = [path for path in list_files(name) if fnmatch(path, pattern)]
     names = next((found for suffix in SUFFIXES if (found := [n for n in matching if kind(Path(n)) == suffix])), None)
@@ -242,6 +243,6 @@ def unzip(archive: Path, folder: Path, top: str) -> None:
             for member in members:
                 member.filename = member.filename.removeprefix(f"{top}/")
                 if member.filename:
-                    file.extract(member, temporary)  # checks the content, and stays inside the folder
+                    file.extract(member, temporary)  # checks the content and stays inside the folder
     except (ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{archive} cannot be unpacked ({error}); delete it and download it again") from None

@@ -57,7 +57,7 @@ class Parts(Protocol):
 
 @dataclass(frozen=True)
 class TextParts:
-    """The row groups of shards, which are tokenized when they are read."""
+    """The row groups of shards, tokenized when they are read."""
 
     shards: Shards
     tokenizer: Tokenizer

@@ -22,7 +22,7 @@ TaskRow = dict[str, Any]
 # Chance accuracy in percent, for the tasks where DCLM's newer table differs from the bundle's.
 DCLM_BASELINES = {"commonsense_qa": 40.3, "bigbench_language_identification": 25.0, "agi_eval_lsat_ar": 25.0}
 
-# The text fields of each kind of row, and its list of options, of which the field `gold` is the index of the right one.
+# The text fields of each kind of row, and its list of options. The field `gold` is the index of the right option.
 TEXTS = {"multiple_choice": ("query",), "schema": ("continuation",), "language_modeling": ("context", "continuation")}
 OPTIONS = {"multiple_choice": "choices", "schema": "context_options"}
 REMEDY = "download the bundle again"

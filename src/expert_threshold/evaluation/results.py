@@ -21,7 +21,7 @@ RESULTS = "evaluation.json"
 FORMAT, VERSION = "expert-threshold evaluation", 1
 
 Progress = Callable[[str], Callable[[int, int], None]]
-"""Takes the name of a measurement, and returns a function to call with the amount done and the total."""
+"""Maps the name of a measurement to a function that is called with the amount done and the total."""
 
 
 def read_results(run: Path, step: int | None) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Results:
 
 
 def _hash(model: GPT) -> str:
-    """Return a sha256, in hex, of the model's options, its weights in the compute dtype, and its buffers."""
+    """Return a sha256, in hex, of the model's options, weights (in the compute dtype) and buffers."""
     digest = hashlib.sha256(repr(model.config).encode())
     weights = {name: weight.detach().to(model.compute_dtype) for name, weight in model.named_parameters()}
     for name, tensor in sorted((weights | dict(model.named_buffers())).items()):

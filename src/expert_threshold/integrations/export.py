@@ -50,7 +50,7 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
     config = model.config
     # BOS ends documents too. It also pads texts, which is harmless because padding is masked.
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.bos)
-    # If the rule needs scores of earlier tokens, which are not cached, the cache is disabled.
+    # A rule that needs the scores of earlier tokens, which are not cached, disables the cache.
     by_token = config.rule is None or config.rule.scope(training=False) == "token"
     generation = ids | ({} if by_token else {"use_cache": False})
     texts = {

@@ -1,4 +1,4 @@
-"""Pushes exports to the Hugging Face hub, and reads models from there as `hub:OWNER/NAME` instead of a folder."""
+"""Pushes exports to the Hugging Face hub and reads models from there, named `hub:OWNER/NAME` instead of a folder."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):
         return [found[i] for i in range(len(continuations))]
 
     def _cached(self, kind: str, keys: Sequence[Any], answers: list[Any]) -> list[Any]:
-        """Add the answers to the harness's cache, and return them."""
+        """Add the answers to the harness's cache and return them."""
         for key, answer in zip(keys, answers, strict=True):
             self.cache_hook.add_partial(kind, key, answer)
         return answers

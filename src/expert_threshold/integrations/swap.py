@@ -1,4 +1,4 @@
-"""Puts our rules into Mixture-of-Experts models from transformers by replacing their routers. Weights do not change."""
+"""Puts our rules into Mixture-of-Experts models from transformers by replacing their routers. Weights stay the same."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
 
 
 class SwappedRouter(Router):
-    """Our router, which replaces a router from transformers and has the same weights under the same names.
+    """Our router in place of one from transformers, with the same weights under the same names.
 
     A call returns what the original router returns: scores (tokens, num_scores), and weights and ids of experts
     (tokens, K). K is the largest fanout of any token, and tokens with fewer experts are padded with others of weight 0.

@@ -623,7 +623,7 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
     def smeared(self, x: Tensor, seen: Tensor | None, continues: Tensor | None, cache: Cache | None) -> Tensor:
         """Return x_t + λ σ(gate(x_t)) x_{t−1} if the model has smear, else x. Padding adds nothing to the next token.
 
-        The cache treats x_{t−1} as the state of a convolution of width 2, and keeps it in the first layer's entry.
+        The cache treats x_{t−1} as the state of a convolution of width 2 and keeps it in the first layer's entry.
         """
         if self.smear_gate is None:
             return x
@@ -714,7 +714,7 @@ if __package__ == "expert_threshold.integrations":  # registering a copy would r
 
 
 def __getattr__(name: str) -> Any:
-    """Import `swap_rule` on demand, since it needs the package, and exported copies of this file do not."""
+    """Import `swap_rule` on demand: it needs the package, whereas exported copies of this file do not."""
     if name != "swap_rule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("expert_threshold.integrations.swap").swap_rule
