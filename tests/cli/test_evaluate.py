@@ -125,6 +125,7 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
     assert found["training_pools"]["loss"] == pytest.approx(pooled.loss, rel=1e-4)
     assert found["training_pools"]["causal_loss"] == pytest.approx(same.loss, rel=1e-4)
     assert found["training_pools"]["tokens"] == pooled.tokens < causal.tokens
+    assert found["training_pools"]["causal_loss"] != found["loss"]  # of fewer tokens
     assert same.loss != pooled.loss
     assert f"{pooled.loss:.4f} {same.loss - pooled.loss:+.4f}" in printed.out
     monkeypatch.setattr(command, "evaluate", None)  # it is known
