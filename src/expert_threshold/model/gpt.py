@@ -178,9 +178,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        heads, window, offset = (config.heads, config.kv_heads), config.window(layer), config.has_key_offset(layer)
-        table = config.vocab_size if config.has_value_embedding(layer) else None
-        self.attention = Attention(config.d_model, *heads, window, table, key_offset=offset)
+        vocab_size = config.vocab_size if config.has_value_embedding(layer) else None
+        sizes, window = (config.d_model, config.heads, config.kv_heads), config.window(layer)
+        self.attention = Attention(*sizes, window, vocab_size, key_offset=config.has_key_offset(layer))
         self.feed_forward: FeedForward | None = None
         self.moe: MoE | None = None
         if config.rule is None or layer < config.dense_layers:

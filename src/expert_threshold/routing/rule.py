@@ -15,6 +15,7 @@ from ..option import Count, alternatives, kinds_of, require_kind, require_valid
 from .observation import Observation, Routing
 
 Scope = Literal["token", "sequence", "batch", "global"]
+INSTEAD = "use a model whose rule does, such as expert_threshold or expert_choice"
 
 
 class Window(NamedTuple):
@@ -175,10 +176,7 @@ class Rule(ABC):
 
         Raises ValueError if the rate is not between 0 and num_experts, or if the rule cannot change its rate.
         """
-        raise ValueError(
-            f"rate={rate} needs cutoffs, which {self.label} does not have; use a model whose rule has thresholds, such "
-            "as expert_threshold or expert_choice"
-        )
+        raise ValueError(f"rate={rate} needs cutoffs, which {self.label} does not have; {INSTEAD}")
 
     def calibration_rule(self, experts_per_token: float) -> Rule:
         """Return the rule that measures cutoffs during calibration: expert choice over each micro-batch, with the gates
@@ -186,20 +184,14 @@ class Rule(ABC):
 
         Raises ValueError if the rule has no thresholds.
         """
-        raise ValueError(
-            f"{self.label} does not define calibration_rule, which measures cutoffs; choose a run whose rule defines "
-            "it, such as expert_threshold or expert_choice"
-        )
+        raise ValueError(f"{self.label} does not define calibration_rule, which measures cutoffs; {INSTEAD}")
 
     def calibrated(self, state: Any, observation: Observation) -> Any:
         """Return a state whose thresholds are the mean batch cutoffs that `calibration_rule` measured.
 
         Raises ValueError if the rule has no thresholds.
         """
-        raise ValueError(
-            f"{self.label} has no cutoffs to calibrate; choose a run whose rule has thresholds, such as "
-            "expert_threshold or expert_choice"
-        )
+        raise ValueError(f"{self.label} has no cutoffs to calibrate; {INSTEAD}")
 
     def can_start_from(self, other: Rule) -> bool:
         """Return True if a new run can start from the other rule's state, which must have the same type and units."""

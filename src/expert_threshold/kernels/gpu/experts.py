@@ -226,16 +226,9 @@ def _launch_product(kernel: Any, grid: Any, left: Tensor, *rest: Tensor | int | 
 
 
 def _multiply(
-    left: Tensor,
-    segments: Segments,
-    weights: Tensor,
-    *,
-    gathered: bool = False,
-    out_in: bool = False,
-    epilogue: str = "",
-    gates: Tensor | None = None,
-    kept: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    left: Tensor, segments: Segments, weights: Tensor, *, gathered: bool = False, out_in: bool = False,
+    epilogue: str = "", gates: Tensor | None = None, kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return what `multiply` writes: out, gated and dots. gated and dots are None without the "backward" epilogue."""
     rows, (experts, *matrix) = len(segments.token), weights.shape
     d_out, d_in = matrix if out_in else reversed(matrix)
