@@ -170,7 +170,7 @@ class Rendezvous:
             pause = min(2 * pause, 1.0)
 
     def report_failure(self, failure: Failure, remedy: str, say: Callable[[str], None]) -> int:
-        """Report why this launch ends on exactly one rank, and return this rank's exit code.
+        """Report on exactly one rank why this launch ends, and return this rank's exit code.
 
         failure: this rank's failure. remedy: what to do about a lost rank. If the store is gone, every rank reports.
         """

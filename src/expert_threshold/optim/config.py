@@ -24,7 +24,7 @@ class OptimConfig:
     """
 
     matrix_lr: Rate = option(
-        0.02, "Learning rate of matrices. The embedding and the head have their own; routers and experts can have one."
+        0.02, "Learning rate of matrices. The embedding and the head have separate rates; routers and experts can too."
     )
     expert_lr: Rate | None = option(None, "Learning rate of the routed experts' matrices. Defaults to matrix_lr.")
     embed_lr: Rate = option(0.2, "Learning rate of the embedding.")
