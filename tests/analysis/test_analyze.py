@@ -40,6 +40,10 @@ def analyze(*arguments: object) -> int:
     return main(["analyze", *map(str, arguments), "--dtype", "float32"])
 
 
+def data_of(out: Path, name: str) -> Any:
+    return json.loads((out / f"{name}.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def out(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The analysis of all runs; its page draws load alone, since the files have the same drawings."""
@@ -72,8 +76,7 @@ def test_every_figure_is_there_with_its_data_and_on_the_page(out: Path) -> None:
         assert (out / f"{study.name}.png").read_bytes().startswith(b"\x89PNG"), study.name
         assert f"<h3>{study.title}</h3>" in html
         assert f'href="{study.name}.json"' in html
-        data = json.loads((out / f"{study.name}.json").read_text())
-        sentence = study.say(data)
+        sentence = study.say(data_of(out, study.name))
         assert re.fullmatch(r"[A-Z0-9].*\.", sentence), sentence
         assert "nan" not in sentence.replace("nano", "")
         assert re.search(r"\d", sentence), sentence
@@ -82,17 +85,15 @@ def test_every_figure_is_there_with_its_data_and_on_the_page(out: Path) -> None:
 def test_only_the_paper_s_question_sets_are_called_by_their_names(tmp_path: Path) -> None:
     """Any text of the name code was called HumanEval."""
     gsm8k = str(tmp_path)
-    assert named_domains({"gsm8k": gsm8k, "domain": ["code=embedded"]}) == {
-        "math": Domain(gsm8k, "GSM8K"),
-        "code": Domain("embedded"),
-    }
+    named = named_domains({"gsm8k": gsm8k, "domain": ["code=embedded"]})
+    assert named == {"math": Domain(gsm8k, "GSM8K"), "code": Domain("embedded")}
     for name in ("math", "GSM8K", "start"):
         with pytest.raises(ValueError, match=f"--domain {name}=a: the name {name} is already taken"):
             named_domains({"gsm8k": gsm8k, "domain": [f"{name}=a"]})
 
 
 def test_domains_of_any_name_are_reported_apart(out: Path) -> None:
-    data = {name: json.loads((out / f"{name}.json").read_text()) for name in ("specialisation", "domain_shares")}
+    data = {name: data_of(out, name) for name in ("specialisation", "domain_shares")}
     for found in data.values():
         assert found["domains"] == {"code": "HumanEval", "math": "GSM8K", "prose": ""}
     for entry, whole in zip(data["domain_shares"]["methods"], data["specialisation"]["methods"], strict=True):
@@ -108,8 +109,7 @@ def test_domains_of_any_name_are_reported_apart(out: Path) -> None:
 @pytest.mark.parametrize("name", ["token_multiple", "specialisation", "passage_routing"])
 def test_a_figure_is_drawn_from_nothing_but_its_data(name: str, out: Path, tmp_path: Path) -> None:
     study = next(study for study in FIGURES if study.name == name)
-    data = json.loads((out / f"{name}.json").read_text())
-    save_figure(lambda: study.draw(data), tmp_path / name)
+    save_figure(lambda: study.draw(data_of(out, name)), tmp_path / name)
     assert (tmp_path / f"{name}.svg").read_bytes() == (out / f"{name}.svg").read_bytes()
 
 
@@ -131,10 +131,8 @@ def test_an_unfinished_seed_is_left_out_by_name_and_its_method_is_shown(
     figures = ["--figures", "loss_by_method", "--out", out]
     assert analyze(runs / "tc", runs / "et", copy, begun, *figures) == 0
     said = capsys.readouterr().err
-    reasons = {
-        copy: "unfinished, 4 of 8 steps, but other runs of ET are finished",
-        begun: "no checkpoint was saved yet",
-    }
+    unfinished = "unfinished, 4 of 8 steps, but other runs of ET are finished"
+    reasons = {copy: unfinished, begun: "no checkpoint was saved yet"}
     html = (out / "report.html").read_text(encoding="utf-8")
     for path, reason in reasons.items():
         assert f"run left out: {path}: {reason}\n" in said.replace("et analyze: ", "")
@@ -197,10 +195,6 @@ def test_optima_have_as_many_routed_tokens_as_the_rule_whose_share_of_them_is_sh
         assert entry["shares"]["fixed"] == pytest.approx(entry["rule"] / entry["balanced"], rel=1e-4)
         assert entry["balanced"] <= entry["choice"] + 1e-6 or entry["load"] != 1
     assert "(load 100 %)" in load.say_objective(data)
-
-
-def data_of(out: Path, name: str) -> Any:
-    return json.loads((out / f"{name}.json").read_text())
 
 
 def test_the_data_are_what_the_runs_did(out: Path, runs: Path) -> None:
@@ -267,10 +261,8 @@ def test_of_a_run_alone_every_figure_is_drawn_or_has_a_reason(name: str, runs: P
         shown.add(study.name)
     assert all(re.fullmatch(r"\S.*[^.]", reason) for reason in reasons)
     learning = {"loss_by_method", "train_against_validation"}
-    if name == "dense":
-        assert shown == learning
-    else:
-        assert shown > learning | {"load_balance", "passage_intensity", "routing_consistency", "load_at_scale"}
+    routed = {"load_balance", "passage_intensity", "routing_consistency", "load_at_scale"}
+    assert shown == learning if name == "dense" else shown > learning | routed
     assert ("cutoff_stability" in shown) == (name == "ec-batch")
 
 

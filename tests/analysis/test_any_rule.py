@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,50 +13,27 @@ import torch
 from expert_threshold.analysis.figures import scores, training
 from expert_threshold.analysis.figures.cutoffs import capacity, cutoffs_and_biases
 from expert_threshold.analysis.figures.load import say_load_at_scale, say_load_balance, say_objective
-from expert_threshold.analysis.figures.scores import (
-    cutoff_law,
-    draw_cutoff_law,
-    say_cutoff_law,
-    say_score_histograms,
-)
 from expert_threshold.analysis.figures.style import INK
 from expert_threshold.analysis.plain import NotShownError, plain
 from expert_threshold.analysis.records import Run
 from expert_threshold.cli.rates import require_cutoffs
 from expert_threshold.model import GPTConfig
-from expert_threshold.routing import (
-    ExpertChoice,
-    ExpertThreshold,
-    QuantileBalancing,
-    ReLU,
-    Rule,
-    TopP,
-    rule_to_dict,
-)
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, QuantileBalancing, ReLU, Rule, TopP, rule_to_dict
 from expert_threshold.runs import RunFolder
 
 
 def run_of(rule: Rule, recorded: dict[str, Any] | None = None) -> Run:
     """A run of three steps whose layers recorded the same numbers each time."""
     model = GPTConfig.preset("tiny", rule=rule, context=16)
-    config = {
-        **model.to_dict(),
-        "train": {"batch_size": 4, "accumulation": 1, "log_every": 1, "steps": 3, "seed": 0},
-    }
+    config = model.to_dict() | {"train": {"batch_size": 4, "accumulation": 1, "log_every": 1, "steps": 3, "seed": 0}}
     layers = {str(layer): recorded or {} for layer in range(model.dense_layers, model.layers)}
     train = [{"step": step, "split": "train", "layers": layers} for step in (1, 2, 3)]
     return Run(None, config, model, train, [], [], rule.label)  # type: ignore[arg-type]
 
 
-class Shown:
-    """Material of some runs, without traces."""
-
-    def __init__(self, *runs: Run) -> None:
-        self.routed = list(runs)
-        self.focus = runs[0]
-
-    def each(self, what: str, items: list[Run]) -> list[Run]:
-        return items
+def shown(*runs: Run, **others: Any) -> Any:
+    """Material of some runs."""
+    return SimpleNamespace(routed=list(runs), focus=runs[0], each=lambda what, items: items, **others)
 
 
 class Trace:
@@ -74,28 +53,22 @@ class Trace:
 
 def reason(study: Any, *runs: Run) -> str:
     with pytest.raises(NotShownError) as error:
-        study(Shown(*runs))
+        study(shown(*runs))
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("rule", "moves"),
-    [
-        (ReLU(), False),  # it compares scores with 0, which nothing moves
-        (TopP(), False),
-        (QuantileBalancing(), False),
-        (ExpertThreshold(), True),
-        (ExpertChoice(), True),
-    ],
-)
-def test_only_rules_that_move_cutoffs_have_them(rule: Rule, moves: bool) -> None:
-    run = run_of(rule)
+NO_CUTOFFS = (ReLU(), TopP(), QuantileBalancing())  # ReLU compares scores with 0, which nothing moves
+
+
+@pytest.mark.parametrize("rule", [*NO_CUTOFFS, ExpertThreshold(), ExpertChoice()], ids=str)
+def test_only_rules_that_move_cutoffs_have_them(rule: Rule) -> None:
+    run, moves = run_of(rule), rule not in NO_CUTOFFS
     assert run.has_cutoffs == moves
     left_out = {e.title: e.caption for e in training.drawn(training.ROUTING, run) if e.figure is None}
     assert ("has no cutoffs" in left_out["Cutoffs"]) == (not moves)
 
 
-@pytest.mark.parametrize("rule", [ReLU(), TopP(), QuantileBalancing()])
+@pytest.mark.parametrize("rule", NO_CUTOFFS)
 def test_what_a_rule_cannot_do_is_refused_before_the_run_is_loaded(rule: Rule, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     folder.write_config({"model": {}, "rule": rule_to_dict(rule)})
@@ -105,15 +78,12 @@ def test_what_a_rule_cannot_do_is_refused_before_the_run_is_loaded(rule: Rule, t
         require_cutoffs(folder, "at_rate", "--rate 1: ")
 
 
-def test_biases_are_those_of_the_rule_that_recorded_them() -> None:
+def test_biases_and_bounds_are_those_of_the_rule() -> None:
     run = run_of(QuantileBalancing(16), {"bias": [0.5] * 16})
     assert reason(cutoffs_and_biases, run) == (
         "it compares cutoffs with biases, and these runs recorded only the biases of QB"
     )
     assert reason(cutoffs_and_biases, run_of(ReLU())).endswith("no run recorded either")
-
-
-def test_bounds_are_what_the_rule_says() -> None:
     assert reason(capacity, run_of(ReLU())) == "no run has capacity bounds"
 
 
@@ -135,22 +105,21 @@ def test_the_law_of_cutoffs_is_drawn_for_methods_with_different_pool_sizes(monke
     """Regression: the laws of 16 and 64 experts, which have different pool sizes, were averaged entry by entry."""
     monkeypatch.setattr(scores, "POOLS", 4)
 
-    def shown(tokens: int, *rules: Rule) -> Shown:
-        material = Shown(*map(run_of, rules))
-        material.trace = lambda run: Trace(run, tokens)  # type: ignore[attr-defined]
-        return material
+    def traced(tokens: int, *rules: Rule) -> Any:
+        runs = (replace(run_of(rule), method=f"{rule.num_experts} experts") for rule in rules)
+        return shown(*runs, trace=lambda run: Trace(run, tokens))
 
-    data = plain(cutoff_law(shown(4096, ExpertThreshold(16), ExpertThreshold(64))))  # type: ignore[arg-type]
+    data = plain(scores.cutoff_law(traced(4096, ExpertThreshold(16), ExpertThreshold(64))))
     assert [entry["tokens"] for entry in data["methods"]] == [[64, 128, 256, 512], [256, 512]]
-    (axes, _) = draw_cutoff_law(data).axes
+    (axes, _) = scores.draw_cutoff_law(data).axes
     laws = [line for line in axes.lines if line.get_color() == INK]
     assert [line.get_ydata().tolist() for line in laws] == [pytest.approx(e["law"]) for e in data["methods"]]
-    assert say_cutoff_law(data).endswith(".")
+    assert scores.say_cutoff_law(data).endswith(".")
 
-    data = cutoff_law(shown(1024, ExpertThreshold(16), ExpertThreshold(64)))  # type: ignore[arg-type]
+    data = scores.cutoff_law(traced(1024, ExpertThreshold(16), ExpertThreshold(64)))
     assert list(data["left_out"].values()) == ["it needs a trace of 4096 tokens or more; use a larger --tokens"]
     with pytest.raises(NotShownError, match="a trace of 1024 tokens or more"):
-        cutoff_law(shown(700, ExpertThreshold(16)))  # type: ignore[arg-type]
+        scores.cutoff_law(traced(700, ExpertThreshold(16)))
 
 
 def test_sentences_speak_of_no_rule_that_is_not_shown() -> None:
@@ -161,7 +130,5 @@ def test_sentences_speak_of_no_rule_that_is_not_shown() -> None:
     }  # fmt: skip
     objective = {"methods": [{**tag, "rule": 1.0, "population": 1.1, "shares": {"free": 0.91}, "load": 0.9}]}
     histogram = {"methods": [{**tag, "experts": [{"skewness": 0.1, "cutoff": None}] * 2}]}
-    for text in (say_load_at_scale(load), say_objective(objective), say_score_histograms(histogram)):
-        assert "choice" not in text
-        assert "threshold" not in text
-        assert "dashed" not in text
+    for text in (say_load_at_scale(load), say_objective(objective), scores.say_score_histograms(histogram)):
+        assert not any(word in text for word in ("choice", "threshold", "dashed"))

@@ -33,23 +33,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "NemotronH": GROUPS | {"layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 24},
 }
 DENSE: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Mistral": {"sliding_window": 7},
-    "Qwen2": {},
-    "Qwen3": {},
-    "Gemma": {},
-    "Gemma2": {"sliding_window": 7},
-    "Phi": {},
-    "Olmo2": {},
-    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
-    "GPTNeoX": {},
-    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "Bloom": {},
-    "Falcon": {},
-    "StableLm": {},
-    "Cohere": {},
-    "Granite": {},
-}
+    "Llama": {}, "Mistral": {"sliding_window": 7}, "Qwen2": {}, "Qwen3": {}, "Gemma": {},
+    "Gemma2": {"sliding_window": 7}, "Phi": {}, "Olmo2": {}, "GPT2": {}, "GPTNeoX": {}, "OPT": {"ffn_dim": 48},
+    "Bloom": {}, "Falcon": {}, "StableLm": {}, "Cohere": {}, "Granite": {},
+}  # fmt: skip
 
 
 class Letters:
@@ -128,14 +115,9 @@ def test_200_dense_models_give_no_alarm() -> None:
 def random_dense(seed: int) -> Any:
     draw = random.Random(seed)
     name = draw.choice(list(DENSE))
-    heads = draw.choice([2, 4])
-    sizes = {"hidden_size": 16 * heads, "num_attention_heads": heads, "num_hidden_layers": draw.randint(1, 4)}
-    sizes |= {
-        "n_embd": 16 * heads,
-        "n_head": heads,
-        "n_layer": sizes["num_hidden_layers"],
-        "word_embed_proj_dim": 16 * heads,
-    }
+    heads, layers = draw.choice([2, 4]), draw.randint(1, 4)
+    sizes = {"hidden_size": 16 * heads, "num_attention_heads": heads, "num_hidden_layers": layers}
+    sizes |= {"n_embd": 16 * heads, "n_head": heads, "n_layer": layers, "word_embed_proj_dim": 16 * heads}
     widths = {"num_key_value_heads": draw.choice([1, heads]), "intermediate_size": draw.choice([24, 64])}
     return random_model(name, DENSE[name] | sizes | widths, seed)
 
@@ -174,19 +156,15 @@ def test_expert_threshold_passes_in_training_too_once_it_is_warm_and_unbounded()
     assert found.dtype == "float64"
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_mask_off_by_one_is_caught(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("attention", "ahead"), [("eager", 1), ("sdpa", 1), ("sdpa", 0)])
+def test_a_mask_off_by_one_or_without_padding_is_caught(
+    attention: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = random_model("Llama", {"attn_implementation": attention})
     module = "transformers.models.llama.modeling_llama.create_causal_mask"
-    monkeypatch.setattr(module, lambda *args, **options: masks(1, *args, **options))
-    assert "later tokens" in leaks(audited(model))
-
-
-def test_a_mask_that_forgets_padding_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model("Llama", {})
-    module = "transformers.models.llama.modeling_llama.create_causal_mask"
-    monkeypatch.setattr(module, lambda *args, **options: masks(0, *args, **options))
-    assert leaks(audited(model)) == {"padding"}
+    monkeypatch.setattr(module, lambda *args, **options: masks(ahead, *args, **options))
+    found = leaks(audited(model))
+    assert "later tokens" in found if ahead else found == {"padding"}
 
 
 def masks(

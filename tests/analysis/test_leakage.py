@@ -13,23 +13,7 @@ import numpy as np
 import pytest
 import torch
 from examples.paper import leakage as script
-from examples.paper.leakage import (
-    MoELayers,
-    Pool,
-    _bits,
-    bound,
-    decode,
-    draw_leakage_bounds,
-    draw_leakage_probe,
-    encode,
-    finite_leakage,
-    leakage,
-    least_advice,
-    limit,
-    log2_choices,
-    main,
-    probe_layer,
-)
+from examples.paper.leakage import MoELayers, bound, decode, encode, finite_leakage, leakage, limit, log2_choices
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,7 +94,7 @@ def test_comparing_with_greater_or_equal_fails_at_the_lower_end() -> None:
 @pytest.mark.parametrize(("tokens", "k"), [(n, k) for n in range(1, 5) for k in range(n + 1)])
 def test_a_causal_decoder_needs_as_much_advice_as_there_are_choices(tokens: int, k: int) -> None:
     """Tries the 2ᴺ − 1 scores that a binary search can ask for."""
-    assert least_advice(tokens, k, 2**tokens - 1) == math.comb(tokens, k)
+    assert script.least_advice(tokens, k, 2**tokens - 1) == math.comb(tokens, k)
 
 
 @pytest.mark.parametrize(("tokens", "k", "levels"), [(2, 1, 3), (3, 1, 3), (3, 2, 3)])
@@ -124,7 +108,7 @@ def test_the_search_finds_what_trying_all_decoders_finds(tokens: int, k: int, le
         says = dict(zip(seen, answers, strict=True))
         right.add(frozenset(s for s in every if [says[s[: t + 1]] for t in range(tokens)] == top[s]))
     enough = next(n for n in range(1, 9) if any(frozenset().union(*c) == set(every) for c in combinations(right, n)))
-    assert least_advice(tokens, k, levels) == enough
+    assert script.least_advice(tokens, k, levels) == enough
 
 
 def entropy_of(probabilities: Any) -> float:
@@ -143,19 +127,15 @@ def test_the_bits_of_a_token_are_those_of_the_joint_distribution(
 
     def informed(outcomes: list[tuple[object, bool]]) -> float:
         """I(known; taken)."""
-        known = [entropy_of([outcomes.count(pair) / len(outcomes) for pair in set(outcomes)])]
-        parts = [
-            entropy_of([column.count(v) / len(column) for v in set(column)]) for column in zip(*outcomes, strict=True)
-        ]
-        return sum(parts) - known[0]
+        columns = (outcomes, *zip(*outcomes, strict=True))
+        joint, *parts = (entropy_of([column.count(v) / len(column) for v in set(column)]) for column in columns)
+        return sum(parts) - joint
 
     whole = [((place,), other + a + b < room) for (place, (a, b)), other in product(enumerate(futures), elsewhere)]
     # The next token is counted apart from what follows it, so each pairs with every other's ending.
     following = [(a, other + a + later < room) for (a, _), (_, later), other in product(futures, futures, elsewhere)]
     taken = [outcome for _, outcome in whole]
-    pool, future, after = _bits(
-        room, np.sort(elsewhere), np.array([a for a, _ in futures]), np.array([b for _, b in futures])
-    )
+    pool, future, after = script._bits(room, np.sort(elsewhere), *np.array(futures).T)
     mean = sum(taken) / len(taken)
     assert pool == pytest.approx(entropy_of([mean, 1 - mean]), abs=1e-9)
     assert future == pytest.approx(informed(whole), abs=1e-9)
@@ -165,13 +145,13 @@ def test_the_bits_of_a_token_are_those_of_the_joint_distribution(
 
 def test_an_assignment_that_only_a_cutoff_decides_tells_nothing() -> None:
     rows = torch.randn(8, 16, 4, generator=torch.Generator().manual_seed(0))
-    unbounded = Pool(others=3, k_min=0, k_max=10**6)
-    assert not probe_layer(rows, [unbounded], torch.zeros(4)).any()
+    unbounded = script.Pool(others=3, k_min=0, k_max=10**6)
+    assert not script.probe_layer(rows, [unbounded], torch.zeros(4)).any()
 
 
 def test_sequence_pools_reveal_only_the_future_and_larger_pools_reveal_less() -> None:
     rows = torch.randn(16, 32, 4, generator=torch.Generator().manual_seed(0))
-    found = probe_layer(rows, [Pool(n - 1, 4 * n, 4 * n) for n in (1, 4, 64)], None)
+    found = script.probe_layer(rows, [script.Pool(n - 1, 4 * n, 4 * n) for n in (1, 4, 64)], None)
     assert found.min() > 0
     assert (np.diff(found, axis=0) < 0).all()
     pool, future, after = found.T
@@ -186,7 +166,7 @@ def test_what_leaks_nothing_has_no_entry_in_the_key() -> None:
     silent = {name: [0.0] * 3 for name in bits}
     tag = {"own": 64, "tokens": [64, 256, 1024], "kind": "other"}
     with style():
-        figure = draw_leakage_probe([{**tag, "method": "EC", **bits}, {**tag, "method": "ET", **silent}])
+        figure = script.draw_leakage_probe([{**tag, "method": "EC", **bits}, {**tag, "method": "ET", **silent}])
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "EC" in texts
     assert "ET" not in texts
@@ -196,7 +176,7 @@ def test_every_line_in_the_key_of_the_bounds_is_in_sight() -> None:
     """The line N·log₂ N lay above the axes with four experts and one per token."""
     for expansion in (2, 4, 16):
         with style():
-            axes = draw_leakage_bounds(MoELayers(expansion, 1, 2)).axes[0]
+            axes = script.draw_leakage_bounds(MoELayers(expansion, 1, 2)).axes[0]
         for line in axes.lines:
             assert (np.asarray(line.get_ydata()) <= axes.get_ylim()[1]).sum() >= 2
 
@@ -209,12 +189,12 @@ def test_the_script_says_what_the_paper_and_a_run_say(
     rule, sizes = ["--rule", "expert_choice", "--rule.pool", "sequence"], ["--steps", "2", "--batch-size", "2"]
     assert et(["train", "tiny", *rule, *sizes, "--eval-every", "none", "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()
-    main([str(tmp_path / "run"), "--tokens", "512", "--out", str(tmp_path / "out")])
+    script.main([str(tmp_path / "run"), "--tokens", "512", "--out", str(tmp_path / "out")])
     said = capsys.readouterr().out
     assert "never more than 78.3" in said
     assert "the paper's bound is 50.5" in said
     assert re.search(r"EC 128: in training, with pools of 128 tokens, the assignment of a token leaks \S+ bits", said)
     assert all((tmp_path / "out" / f"leakage_{name}.svg").is_file() for name in ("bounds", "probe"))
     with pytest.raises(SystemExit) as refused:
-        main(["--experts-per-token", "5"])
+        script.main(["--experts-per-token", "5"])
     assert refused.value.code == 2

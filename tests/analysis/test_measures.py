@@ -35,11 +35,10 @@ def routed(*layers: list[set[int]], experts: int = 4) -> Tensor:
 def assignments(draw: st.DrawFn, count: int) -> list[Tensor]:
     """Assignments of one shape; sparse and empty ones are common."""
     shape = draw(st.tuples(*[st.integers(1, 4)] * 3))
-    bits = [draw(st.integers(0, 2 ** math.prod(shape) - 1)) for _ in range(count)]
-    thinning = draw(st.integers(0, 2 ** math.prod(shape) - 1)) if draw(st.booleans()) else -1
-    return [
-        torch.tensor([bool(b & thinning & (1 << place)) for place in range(math.prod(shape))]).view(shape) for b in bits
-    ]
+    places = range(math.prod(shape))
+    sets = st.integers(0, 2 ** len(places) - 1)
+    bits, thinning = [draw(sets) for _ in range(count)], draw(sets) if draw(st.booleans()) else -1
+    return [torch.tensor([bool(b & thinning & (1 << place)) for place in places]).view(shape) for b in bits]
 
 
 # One layer of four tokens: equal sets, half shared, one of two, disjoint.
@@ -141,30 +140,19 @@ def every_assignment(tokens: int, experts: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "experts_per_token", "load"),
-    [
-        (4, 2, 1, 2),
-        (3, 3, 2, 2),
-        (3, 3, 3, 3),
-        (4, 3, 1, 1),
-        (5, 2, 1, 2),
-        (5, 2, 2, 1),
-        (5, 2, 2, 3),
-        (5, 2, 2, 0),
-    ],
+    ("tokens", "experts", "most", "load"),
+    [(4, 2, 1, 2), (3, 3, 2, 2), (3, 3, 3, 3), (4, 3, 1, 1), (5, 2, 1, 2), (5, 2, 2, 1), (5, 2, 2, 3), (5, 2, 2, 0)],
 )
-def test_the_optima_are_the_best_of_all_assignments(
-    tokens: int, experts: int, experts_per_token: int, load: int
-) -> None:
-    k = tokens * experts_per_token // experts
+def test_the_optima_are_the_best_of_all_assignments(tokens: int, experts: int, most: int, load: int) -> None:
+    k = tokens * most // experts
     every = every_assignment(tokens, experts)
     choices = [z for z in every if (z.sum(0) == k).all()]
-    both = [z for z in every if (z.sum(0) == load).all() and (z.sum(1) <= experts_per_token).all()]
+    both = [z for z in every if (z.sum(0) == load).all() and (z.sum(1) <= most).all()]
     for seed in range(3):
         scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
         (mine,) = best_expert_choice(scores[None], k)
         assert routing_objective(scores, mine) == max(routing_objective(scores, z) for z in choices)
-        mine = best_token_choice(scores, experts_per_token, load)
+        mine = best_token_choice(scores, most, load)
         best = max(routing_objective(scores, z) for z in both)
         assert routing_objective(scores, mine) == pytest.approx(best.item(), abs=1e-12)
 

@@ -19,14 +19,7 @@ from expert_threshold.analysis.figures import FIGURES
 from expert_threshold.analysis.figures.activation import _means, _position_edges
 from expert_threshold.analysis.figures.cutoffs import cutoff_stability, say_cutoff_stability
 from expert_threshold.analysis.figures.learning import _pools_gap, _reached
-from expert_threshold.analysis.figures.load import (
-    Spread,
-    _objectives,
-    busiest,
-    largest_of,
-    resample,
-    spread_of_windows,
-)
+from expert_threshold.analysis.figures.load import Spread, _objectives, busiest, largest_of, resample, spread_of_windows
 from expert_threshold.analysis.figures.scores import _slope, _spreads
 from expert_threshold.analysis.figures.specialisation import draw_passage_intensity, lay_out
 from expert_threshold.analysis.figures.style import style
@@ -101,11 +94,12 @@ def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bound
         above, below = (step >= 300 and step % 2) or step <= 100, step >= 300 and step % 2 == 0
         bounds = {"saturation": full if above else free, "starvation": full if below else free}
         train.append({"step": step, "layers": {"0": same | bounds}})
-    rule = SimpleNamespace(looks_ahead=False)
-    run = SimpleNamespace(train=train, config={"train": {"log_every": 1}}, warmup_steps=100, target=0.25)
-    run.rule, run.layers, run.tag = rule, [0], {"method": "ET", "kind": "expert_threshold"}
-    run.has_cutoffs = run.has_bounds = True
-    data = cutoff_stability(SimpleNamespace(routed=[run]))  # type: ignore[arg-type]
+    run = SimpleNamespace(
+        train=train, config={"train": {"log_every": 1}}, warmup_steps=100, target=0.25, layers=[0], has_cutoffs=True,
+        rule=SimpleNamespace(looks_ahead=False), has_bounds=True, tag={"method": "ET", "kind": "expert_threshold"},
+    )  # fmt: skip
+    material: Any = SimpleNamespace(routed=[run])
+    data = cutoff_stability(material)
     (entry,) = data["methods"]
     assert len(entry["steps"]) == len(entry["bound"]) < 500
     for step, share in zip(entry["steps"], entry["bound"], strict=True):
@@ -115,7 +109,7 @@ def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bound
     assert "lie 0.750 from their running means, which is 37.5 % of the scores' standard deviation" in sentence
     assert "a capacity bound changed the load in 12.6 % of steps and experts" in sentence
     run.has_bounds = False
-    assert "capacity bound" not in say_cutoff_stability(plain(cutoff_stability(SimpleNamespace(routed=[run]))))  # type: ignore[arg-type]
+    assert "capacity bound" not in say_cutoff_stability(plain(cutoff_stability(material)))
 
 
 # Dynamic computation.

@@ -23,7 +23,7 @@ from .sentences import counted, listed
 ROWS, TIME = 4, 48
 """The shape of the batch on which causality is tested."""
 LEAST = 16
-"""The minimum number of tokens of a text."""
+"""The minimum number of tokens in a text."""
 BATCH, WINDOW = 8, 512
 """The shape of the batches on which loads are measured; a shorter context shortens the windows."""
 PAIRS, SHARED = 8, 5

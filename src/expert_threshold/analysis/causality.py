@@ -1,4 +1,4 @@
-"""Black-box test of a language model's causality, which changes inputs that must not matter and compares logits.
+"""Tests a language model's causality as a black box: changes inputs that must not matter and compares logits.
 
 If memory allows, the model runs in float64, so that kernels for different batch sizes differ by far less than any leak
 and no choice of experts depends on rounding.
@@ -72,7 +72,7 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]
 
 
 def forward(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the logits for tokens (rows, time). mask: False for padding, which is not counted in positions."""
+    """Return the logits for tokens (rows, time). mask: False for padding, which position ids skip."""
     accepted = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {}
     if mask is not None:
@@ -120,24 +120,21 @@ class _Exact(TorchDispatchMode):
         torch.set_default_dtype(self.default)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
+        options = dict(kwargs or {})
         if isinstance(dtype := options.get("dtype"), torch.dtype) and dtype.is_floating_point:
-            options = options | {"dtype": torch.float64}
+            options["dtype"] = torch.float64
         return func(*args, **options)
 
 
 class Check(NamedTuple):
-    """The effect of one change on positions that it must not affect. largest: the largest change of a logit there.
-
-    routers: the number of these positions whose experts changed, keyed by router. reason: why the check did not run.
-    """
+    """The effect of one kind of change on positions that it must not affect."""
 
     what: str
     positions: int = 0
-    changed: int = 0
-    largest: float = 0.0
-    routers: dict[str, int] = {}  # noqa: RUF012
-    reason: str = ""
+    changed: int = 0  # of these positions
+    largest: float = 0.0  # change of a logit
+    routers: dict[str, int] = {}  # noqa: RUF012  # positions whose experts changed, keyed by router
+    reason: str = ""  # why the check did not run
 
 
 class Probe:
@@ -150,12 +147,13 @@ class Probe:
     def __init__(self, model: nn.Module, tokens: Tensor) -> None:
         self.model: Any = model
         self.tokens, self.seed, self.exact = tokens, 0, False
+        self.unchanged = partial(forward, tokens=tokens)
         known = max(int(tokens.max()) + 1, 2)
         drawn = torch.randint(1, known, tokens.shape, generator=torch.Generator().manual_seed(0))
         self.other = (tokens + drawn.to(tokens)) % known
         if 8 * sum(parameter.numel() for parameter in model.parameters()) <= _memory(tokens.device) / 2:
             self._raise_precision(model)
-        self.base = self.see(partial(forward, tokens=tokens))
+        self.base = self.see(self.unchanged)
         own = model.compute_dtype if isinstance(model, GPT) else next(model.parameters()).dtype
         self.dtype = torch.float64 if self.exact else own
         if self.base[LOGITS].isnan().any():
@@ -169,12 +167,12 @@ class Probe:
                 self.model.compute_dtype = torch.float64
             if hasattr(self.model, "set_experts_implementation"):
                 self.model.set_experts_implementation("eager")  # torch's grouped products have no float64
-            self.see(partial(forward, tokens=self.tokens))
+            self.see(self.unchanged)
         except Exception:  # other operations without float64 raise any type of error
             self.model, self.exact = model, False
 
     def see(self, compute: Callable[[Any], Tensor]) -> Results:
-        """Return the logits that `compute` returns and the assignments that routers make in the meantime."""
+        """Return the logits that `compute` returns and the assignments that routers make meanwhile."""
         # inference_mode would hide the casts inside composite operations
         with torch.random.fork_rng(), torch.no_grad(), watched(self.model) as found:
             torch.manual_seed(self.seed)
@@ -185,8 +183,8 @@ class Probe:
         return {LOGITS: logits} | {n: choice for n, choice in choices.items() if choice.shape[1] == logits.shape[1]}
 
     def _measure_tolerance(self) -> float:
-        """Return a bound on the effect of rounding: 4 × the largest change of a logit when the output of each module is
-        off by one unit in the last place, which is that of float32 even in float64, since constants may be stored in
+        """Return a bound on the effect of rounding: FACTOR times the largest change of a logit if each module's output
+        is off by one unit in the last place. The unit is float32's even in float64, since constants may be stored in
         float32. Leaks do not raise the bound, since tokens, batch and shapes stay the same.
         """
         step = torch.finfo(torch.float32 if self.exact else self.dtype).eps
@@ -199,14 +197,14 @@ class Probe:
 
         leaves = [module for module in self.model.modules() if not list(module.children())]
         handles = [module.register_forward_hook(shake) for module in leaves]
-        shaken = [float(self._apart(self.see(partial(forward, tokens=self.tokens))).max()) for _ in range(2)]
+        tolerance = FACTOR * max(float(self._apart(self.see(self.unchanged)).max()) for _ in range(2))
         for handle in handles:
             handle.remove()
         self.seed = 1
-        again = float(self._apart(self.see(partial(forward, tokens=self.tokens))).max())
-        if again > FACTOR * max(shaken):
+        again = float(self._apart(self.see(self.unchanged)).max())
+        if again > tolerance:
             raise ValueError(f"logits of the same tokens differ by {again:.2g} between calls; disable its randomness")
-        return FACTOR * max(shaken)
+        return tolerance
 
     def _apart(self, seen: Results) -> Tensor:
         """Return the largest change of a logit at each position (rows, time); infinite if a logit is NaN."""
@@ -265,7 +263,7 @@ class Probe:
 
 
 def _memory(device: torch.device) -> float:
-    """Return the memory of a device in bytes, or 0 if it does not support float64."""
+    """Return the free memory of a GPU or all memory of the CPU in bytes, or 0 if the device has no float64."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if device.type == "cpu" else 0.0

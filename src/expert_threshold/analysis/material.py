@@ -48,15 +48,12 @@ class Domain(NamedTuple):
 
 @dataclass
 class Material:
-    """Runs and their traces on texts. Traces are cached in `folder` for each checkpoint and stream.
-
-    source: the text on which all runs are traced, or None for each run's own validation split. tokens: how many.
-    """
+    """Runs and their traces on texts. Traces are cached in `folder` for each checkpoint and stream."""
 
     selection: Selection
     folder: Path
-    source: str | None
-    tokens: int
+    source: str | None  # the text on which all runs are traced; None: each run's own validation split
+    tokens: int  # the number of tokens of a trace
     domains: Mapping[str, Domain]
     device: torch.device
     dtype: torch.dtype
@@ -95,7 +92,7 @@ class Material:
 
     @property
     def focus(self) -> Run:
-        """The run for figures that show a single run, preferably one with cutoffs, and among those a causal one."""
+        """The run that figures of a single run show, preferably one with cutoffs, and best if trained causally."""
         return min(self.routed, key=lambda run: (not run.has_cutoffs, run.rule.looks_ahead))
 
     def each(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
@@ -113,7 +110,7 @@ class Material:
     def trace(self, run: Run, stream: str = "validation", step: int | None = None) -> Trace:
         """Return the trace of a checkpoint, by default the last one, on a stream.
 
-        stream: `validation`, `start` (its first quarter) or a domain's name. Raises ValueError if the run is damaged or
+        stream: `validation`, its first quarter `start`, or a domain's name. Raises ValueError if the run is damaged or
         its text has changed.
         """
         context = run.model.context
@@ -123,7 +120,7 @@ class Material:
     def passages(self, run: Run) -> dict[str, tuple[Trace, list[str]]]:
         """Return the trace of the start of a document and the string of each of its tokens, keyed by the text's name.
 
-        There is one document for each available domain, or one from the validation split. BOS is an empty string.
+        There is one document for each domain, or one from the validation split without domains. BOS becomes "".
         """
         streams = {domain.known_as or name: name for name, domain in self.domains.items()}
         found, tokenizer = {}, run.folder.tokenizer()
@@ -142,9 +139,8 @@ class Material:
         corpus, tokenizer = self._corpus(run, stream), run.folder.tokenizer()
         key = corpus.hash, tokenizer.hash
         if key not in self._tokens:
-            # Windows need one more token for the last target.
+            enough = self.tokens + run.model.context + 1  # the last window needs one more token as its last target
             progress = self.progress(f"{corpus.name}: tokenizing")
-            enough = self.tokens + run.model.context + 1
             self._tokens[key] = pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
         return self._tokens[key]
 
@@ -179,8 +175,7 @@ class Material:
         }
         place = folder.path.resolve()
         readable = re.sub(r"[^\w.-]+", "_", "-".join(place.parts[-2:]))
-        unique = f"{readable}-{_hash(str(place).encode())[:6]}"
-        path = self.folder / f"{unique}-step_{step:06d}-{stream}.parquet"
+        path = self.folder / f"{readable}-{_hash(str(place).encode())[:6]}-step_{step:06d}-{stream}.parquet"
         if path.exists():
             with suppress(ValueError):  # a damaged trace is recorded again
                 kept = Trace(path)

@@ -25,20 +25,17 @@ _NAMES = {
     ("initialised", True): "initialised",
     ("initialised", False): "from scratch",
 }
-
-
-TEXT = 24
-"""The maximum number of characters of a text's name within a method's name."""
+_TEXT = 24  # the maximum length of a text's name within a method's name
 
 
 def seed_of(path: Path) -> int | None:
-    """Return the seed in the folder name of a comparison's run, or None for another folder, such as a run's copy."""
+    """Return the seed that names the folder of a run in a comparison, or None for any other folder."""
     found = re.fullmatch("seed_([0-9]+)", path.name)
     return None if found is None else int(found[1])
 
 
 def find_runs(paths: Sequence[str]) -> list[RunFolder]:
-    """Return the run folders at these paths without duplicates. A comparison or a method stands for its runs.
+    """Return the run folders at these paths, without duplicates. The folder of a comparison or method yields its runs.
 
     Raises ValueError for any other folder.
     """
@@ -64,9 +61,9 @@ class Selection(NamedTuple):
 def select_runs(folders: Sequence[RunFolder]) -> Selection:
     """Select all finished runs, and for methods without any, the unfinished runs that saved a checkpoint.
 
-    Other unfinished runs are left out, since they would shorten the curves of their methods. So is a second run with
-    the same method and seed, such as a copy, since it is not another sample. Raises ValueError if a run is damaged or
-    no run has saved a checkpoint.
+    Other unfinished runs are left out, since they would shorten the curves of their methods. A second run with the same
+    method and seed, such as a copy, is left out too, since it is not another sample. Raises ValueError if a run is
+    damaged or no run has saved a checkpoint.
     """
     saved = [folder for folder in folders if folder.latest_checkpoint() is not None]
     left_out = {str(folder.path): "no checkpoint was saved yet" for folder in folders if folder not in saved}
@@ -154,7 +151,7 @@ def options(run: Run) -> dict[str, Any]:
     sections["train"] = {name: config["train"][name] for name in _TRAINING}
     flat = {f"{section}.{name}": value for section, each in sections.items() for name, value in each.items()}
     flat["initialised"] = config.get("init_from") is not None  # not the path, since seeds may start from different runs
-    flat["text"] = f"{corpus['name'][:TEXT].strip()} {corpus['hash'][:8]}"
+    flat["text"] = f"{corpus['name'][:_TEXT].strip()} {corpus['hash'][:8]}"
     return {path: value for path, value in flat.items() if path not in _ASIDE}
 
 
@@ -164,9 +161,5 @@ def _suffixes(mine: Mapping[str, Any], first: Mapping[str, Any], differing: set[
     apart += [name for name in sorted(differing) if (name, mine[name]) in _NAMES and name not in apart]
     if "model.shared_experts" in apart and mine["model.shared_experts"] == 0:  # two routed experts replace it
         apart = [name for name in apart if name != "rule.experts_per_token"]
-    return [
-        f"on {mine[name]}"
-        if name == "text"
-        else _NAMES.get((name, mine[name])) or f"{name.rpartition('.')[2]} {mine[name]}"
-        for name in apart
-    ]
+    values = {name: "on" if name == "text" else name.rpartition(".")[2] for name in apart}
+    return [_NAMES.get((name, mine[name])) or f"{shown} {mine[name]}" for name, shown in values.items()]

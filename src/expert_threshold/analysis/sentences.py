@@ -53,11 +53,9 @@ def fixed(number: float | None, digits: int) -> str:
 
 def of_deviation(distance: float, deviation: float) -> str:
     """Return a clause that compares a distance with the scores' standard deviation, which is 0 in a collapsed run."""
-    return (
-        f", which is {percent(distance / deviation)} of the scores' standard deviation"
-        if deviation
-        else (", and the scores of an expert are all equal")
-    )
+    if not deviation:
+        return ", and the scores of an expert are all equal"
+    return f", which is {percent(distance / deviation)} of the scores' standard deviation"
 
 
 def percent(share: float) -> str:

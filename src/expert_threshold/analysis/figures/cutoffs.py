@@ -212,15 +212,14 @@ def say_warmup(data: Data) -> str:
         points = array(entry[name])
         return float(np.nanmean(points[points[:, 0] <= data["warmup"], 1]))
 
-    lag, spread = (
-        " and ".join(f"{before(entry, name):.2f}" for entry in (without, with_))
-        for name in ("cutoff_distance", "score_std")
-    )
+    def both(name: str) -> str:
+        return f"{before(without, name):.2f} and {before(with_, name):.2f}"
+
     return (
         f"In the first {data['warmup']:,} steps, without warmup and with it, the cutoff of a batch lies on average "
-        f"{lag} from its running mean before that step (expert 0 of layer {data['layer']}), and the standard "
-        f"deviation of an expert's scores is {spread}. Without warmup the lower capacity bound fills "
-        f"{percent(before(without, 'starvation'))} of the target load in these steps."
+        f"{both('cutoff_distance')} from its running mean before that step (expert 0 of layer {data['layer']}), and "
+        f"the standard deviation of an expert's scores is {both('score_std')}. Without warmup the lower capacity bound "
+        f"fills {percent(before(without, 'starvation'))} of the target load in these steps."
     )
 
 
@@ -261,15 +260,14 @@ def draw_capacity(data: Data) -> Figure:
 
 
 def say_capacity(data: Data) -> str:
+    def mean(entry: Data, name: str) -> str:
+        return percent(np.nanmean([y for points in entry[name].values() for _, y in points if y is not None]))
+
     def clause(entry: Data) -> str:
-        used, dropped, filled = (
-            percent(np.nanmean([y for points in entry[name].values() for _, y in points if y is not None]))
-            for name in ("raw_usage", "saturation", "starvation")
-        )
         return (
-            f"in {entry['method']} an expert's cutoff selects {used} of the tokens on average, with a target of "
-            f"{percent(entry['target'])}; the upper bound drops {dropped} of these, and the lower bound fills {filled} "
-            "of the target load"
+            f"in {entry['method']} an expert's cutoff selects {mean(entry, 'raw_usage')} of the tokens on average, "
+            f"with a target of {percent(entry['target'])}; the upper bound drops {mean(entry, 'saturation')} of these, "
+            f"and the lower bound fills {mean(entry, 'starvation')} of the target load"
         )
 
     return f"After warmup, {'; '.join(map(clause, data['methods']))}."
@@ -278,8 +276,8 @@ def say_capacity(data: Data) -> str:
 def cutoffs_and_biases(material: Material) -> Data:
     """Collect the cutoffs, or the negated biases, of each rule that has them, in the first layer.
 
-    `values`: for each expert, over steps, what is subtracted from its scores before they are compared (paper, Table
-    "Conceptual connections").
+    Either is subtracted from an expert's scores before they are compared (paper, Table "Conceptual connections").
+    `values`: (experts, steps).
     """
     methods = []
     for run in material.routed:
@@ -288,9 +286,9 @@ def cutoffs_and_biases(material: Material) -> Data:
         if run.layers[0] in found:
             steps, values = thin(*found[run.layers[0]])
             methods.append({**run.tag, "of": name, "steps": steps, "values": (-values if name == "bias" else values).T})
-    if {entry["of"] for entry in methods} != {"bias", "cutoff"}:
+    if len({entry["of"] for entry in methods}) < 2:
         names = [str(entry["method"]) for entry in methods]
-        kind = {"bias": "biases", "cutoff": "cutoffs"}[str(methods[0]["of"])] if methods else ""
+        kind = "biases" if any(entry["of"] == "bias" for entry in methods) else "cutoffs"
         recorded = f"these runs recorded only the {kind} of {listed(names)}" if methods else "no run recorded either"
         raise NotShownError(f"it compares cutoffs with biases, and {recorded}")
     return {"layer": material.routed[0].layers[0], "methods": methods}

@@ -189,10 +189,8 @@ def draw_batch_size_scaling(data: Data) -> Figure:
 
 
 def say_batch_size_scaling(data: Data) -> str:
-    by_pool, others = (
-        [entry for entry in data["methods"] if (entry["pool"] is None) == without] for without in (False, True)
-    )
-    losses = [each({"methods": some}, lambda entry: f"{entry['validation']:.3f}") for some in (by_pool, others) if some]
+    groups = [[entry for entry in data["methods"] if (entry["pool"] is None) == free] for free in (False, True)]
+    losses = [each({"methods": some}, lambda entry: f"{entry['validation']:.3f}") for some in groups if some]
     return f"By the tokens of the pool the validation loss is {'; it is '.join(losses)}."
 
 
@@ -204,20 +202,13 @@ def train_against_validation(material: Material) -> Data:
     """
 
     def compute(run: Run) -> Data:
-        tokens = run.tokens_per_step
-        train, validation = (
-            [(step * tokens, loss) for step, loss in finite(series(records, key))]
-            for records, key in ((run.train, "cross_entropy"), (run.validation, "loss"))
-        )
+        tokens, late = run.tokens_per_step, late_loss(run.train)
+        train = [(step * tokens, loss) for step, loss in finite(series(run.train, "cross_entropy"))]
+        validation = [(step * tokens, loss) for step, loss in finite(series(run.validation, "loss"))]
         if not (train and validation):
             raise NotShownError("it has not been validated yet")
-        late = late_loss(run.train)
-        return {
-            "train": smooth(train),
-            "validation": validation,
-            "gap": None if late is None else validation[-1][1] - late,
-            "pools_gap": _pools_gap(run),
-        }
+        gap = None if late is None else validation[-1][1] - late
+        return {"train": smooth(train), "validation": validation, "gap": gap, "pools_gap": _pools_gap(run)}
 
     return over_methods(material.first_runs, compute)
 
@@ -248,17 +239,16 @@ def draw_train_against_validation(data: Data) -> Figure:
 
 
 def say_train_against_validation(data: Data) -> str:
-    gaps, pooled = (
-        [f"{signed(entry[name])} ({entry['method']})" for entry in data["methods"] if entry[name] is not None]
-        for name in ("gap", "pools_gap")
-    )
     texts = {
-        "The last validation loss minus the mean training loss over the last tenth of the steps is": gaps,
-        "On the same text, routing causally instead of by the pools of training changes the loss by": pooled,
+        "gap": "The last validation loss minus the mean training loss over the last tenth of the steps is",
+        "pools_gap": "On the same text, routing causally instead of by the pools of training changes the loss by",
     }
-    said = [f"{text} {listed(parts)}." for text, parts in texts.items() if parts]
     none = "Lines of the log cover more than the last tenth of the steps; a smaller --log-every would shorten them."
-    return " ".join(said if gaps else [none, *said])
+    said = {"gap": none}
+    for name, text in texts.items():
+        parts = [f"{signed(entry[name])} ({entry['method']})" for entry in data["methods"] if entry[name] is not None]
+        said |= {name: f"{text} {listed(parts)}."} if parts else {}
+    return " ".join(said.values())
 
 
 def _curves(methods: Sequence[Data], others: Sequence[Data], title: str, number: str, height: float, x: str) -> Figure:
@@ -278,7 +268,7 @@ def _curves(methods: Sequence[Data], others: Sequence[Data], title: str, number:
             axes.fill_between(points[:, 0], low, high, color=stroke["color"], alpha=0.15, linewidth=0)
     step_axis(axes, x)
     # Start both axes at the second point of each line with three or more, since losses fall steeply at first.
-    every = [_points(entry) for entry in (*methods, *others)]
+    every = map(_points, (*methods, *others))
     late = np.concatenate([points[1:] if len(points) > 2 else points for points in every])
     late = late[np.isfinite(late[:, 1])]
     if len(late):

@@ -266,11 +266,8 @@ def window_loads(trace: Trace) -> np.ndarray:
     windows = len(trace) // trace.context
     if windows < 2:
         raise NotShownError(f"it needs a trace of {2 * trace.context} tokens or more; use a larger --tokens")
-    found = [
-        trace.assignment(layer)[: windows * trace.context].view(windows, trace.context, -1).sum(1).numpy()
-        for layer in trace.layers
-    ]
-    return np.concatenate(found, axis=1).astype(float)
+    whole = (trace.assignment(layer)[: windows * trace.context] for layer in trace.layers)
+    return torch.cat([z.view(windows, trace.context, -1).sum(1) for z in whole], 1).double().numpy()
 
 
 def spread_of_windows(loads: np.ndarray, context: int) -> Spread:

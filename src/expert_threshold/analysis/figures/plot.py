@@ -30,7 +30,7 @@ Strokes = Mapping[str, Mapping[str, Any]]
 
 
 def smooth(points: Points) -> Points:
-    """Return moving means over a twentieth of the points, or fewer near the ends; missing numbers are omitted."""
+    """Return moving means over a twentieth of the points, or fewer near the ends. Missing numbers are omitted."""
     numbers = finite(points)
     reach = len(numbers) // 40
     windows = (numbers[max(i - reach, 0) : i + reach + 1] for i in range(len(numbers)))
@@ -38,7 +38,7 @@ def smooth(points: Points) -> Points:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, lines: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Select evenly spaced records, including the first and the last. The more `lines`, the fewer records each gets."""
+    """Select evenly spaced records, including the first and the last. The more `lines`, the fewer records per line."""
     count = min(len(steps), LONGEST, max(ALL // lines, 2))
     chosen = np.linspace(0, len(steps) - 1, count).round().astype(int)
     return steps[chosen], values[chosen]
@@ -63,10 +63,11 @@ def panels(
     columns: int | None = None,
     share: bool = True,
 ) -> tuple[Figure, list[Axes]]:
-    """Create a panel for each title, in rows. height: approximate height of each panel's axes. colours: of the titles.
+    """Create a panel for each title, in rows.
 
-    x, y: labels, with units, of the bottom and the leftmost panels. key: see `draw_key`. least: minimum width of a
-    panel, unless `columns` is given. share: panels share axes; otherwise every panel has the label x.
+    height: approximate height of each panel's axes. x, y: labels, with units, of the bottom and the leftmost panels.
+    key: see `draw_key`. colours: the titles' colours. least: minimum width of a panel, unless `columns` is given.
+    share: share axes between panels; otherwise every panel has the label x.
     """
     from matplotlib.figure import Figure
 
@@ -94,7 +95,7 @@ def panels(
 
 
 def rows_of(width: float, names: Sequence[str]) -> tuple[Figure, Axes]:
-    """Create one panel with a row for each name, which is to its left and wraps if it is long."""
+    """Create one panel with a row for each name. Names are to the left of their rows and wrap if they are long."""
     lines = [fill(name, int(BESIDE * width / CHARACTER)) for name in names]
     room = max(0.24, LINE * (1 + max(text.count("\n") for text in lines)))
     figure, axes = single(width, room * len(names) + 0.2)
@@ -164,10 +165,8 @@ def marker(points: int) -> dict[str, Any]:
     return {"marker": "o"} if points == 1 else {}
 
 
-def named_lines(
-    axes: Axes, lines: Mapping[str, Points], colours: Sequence[str] | None = None, number: str = ""
-) -> None:
-    """Draw lines, by default in the colours of layers, with names next to the axes: of many, the first and the last."""
+def named_lines(axes: Axes, lines: Mapping[str, Points], colours: Sequence[str] = (), number: str = "") -> None:
+    """Draw lines, by default in the colours of layers, and name them, or only the first and the last of many."""
     drawn = []
     for (name, points), colour in zip(lines.items(), colours or layer_colours(len(lines)), strict=False):
         steps, values = np.array(points).T
@@ -188,18 +187,16 @@ def heat(axes: Axes, values: np.ndarray, low: float = 0, high: float = 1) -> Sca
 
 
 def deviations(axes: Axes, ratio: np.ndarray, **options: Any) -> ScalarMappable:
-    """Draw cells of ratios to a target: clear at 1, blue at 2 and above, orange at ½ and below, grey if missing."""
+    """Draw ratios to a target as cells: clear at 1, blue at 2 and above, orange at ½ and below, grey if missing."""
     colours = [(0, (*ORANGE, 1)), (0.5, (*ORANGE, 0)), (0.5, (*HEAT, 0)), (1, (*HEAT, 1))]
     with np.errstate(divide="ignore"):
         return cells(axes, np.log2(ratio), colours, -1, 1, **options)
 
 
-def cells(
-    axes: Axes, values: np.ndarray, colours: Sequence[tuple[float, Any]], low: float, high: float, **options: Any
-) -> ScalarMappable:
+def cells(axes: Axes, values: np.ndarray, colours: Any, low: float, high: float, **options: Any) -> ScalarMappable:
     """Draw values (rows, columns) as framed cells, since some may be clear. Missing values are grey.
 
-    colours: RGBA by place from `low` (0) to `high` (1).
+    colours: pairs of a place between `low` (0) and `high` (1) and its RGBA.
     """
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -210,7 +207,7 @@ def cells(
 
 
 def colour_scale(every: Sequence[Axes], colours: ScalarMappable, ticks: Mapping[float, str]) -> Axes:
-    """Draw the colour scale to the right of the panels. ticks: values and their labels."""
+    """Draw the colour scale to the right of the panels. ticks: labels, keyed by value."""
     bar = figure_of(every[0]).colorbar(colours, ax=list(every), aspect=25, fraction=0.04, pad=0.01)
     bar.outline.set_visible(False)
     bar.set_ticks(list(ticks), labels=list(ticks.values()))
@@ -218,7 +215,7 @@ def colour_scale(every: Sequence[Axes], colours: ScalarMappable, ticks: Mapping[
 
 
 def expert_key(every: Sequence[Axes], count: int) -> None:
-    """Draw the key to the colours of experts to the right of the panels."""
+    """Draw the key to the experts' colours to the right of the panels."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 
@@ -238,7 +235,7 @@ def step_axis(axes: Axes, label: str = "step") -> None:
 
 
 def whole_ticks(axis: Any) -> None:
-    """Label an axis at as many whole numbers as fit."""
+    """Put ticks on an axis at as many whole numbers as fit."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
@@ -249,10 +246,8 @@ def log_ticks(axis: Any, most: int = 8) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
     low, high = axis.get_view_interval()
-    few = high < 30 * low
-    axis.set_major_locator(
-        MaxNLocator(5) if high < 3 * low else LogLocator(subs=(1, 2, 5) if few else (1,), numticks=most)
-    )
+    digits = (1, 2, 5) if high < 30 * low else (1,)
+    axis.set_major_locator(MaxNLocator(5) if high < 3 * low else LogLocator(subs=digits, numticks=most))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
@@ -266,7 +261,7 @@ def ratio_axis(axes: Axes) -> None:
 
 
 def mark_warmup(axes: Axes, steps: int, labelled: bool = True) -> None:
-    """Draw a line where warmup ends, if that is in view."""
+    """Draw a line at the end of warmup if it is in view."""
     low, high = axes.get_xlim()
     if steps > 0 and low < steps < high:
         axes.axvline(steps, **WARMUP)

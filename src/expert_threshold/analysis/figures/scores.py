@@ -31,7 +31,7 @@ def rules_overview(material: Material) -> Data:
     """Compute one expert's scores for a few tokens of three sequences, and the cutoff of each rule.
 
     Token choice compares a score with the token's best score from another expert, expert choice with the k-th largest
-    score of the sequence or of all shown sequences, and expert threshold with the running mean. k is an equal share.
+    score of the sequence or of all shown sequences, and expert threshold with the running mean. k is the target load.
     """
     run = material.focus
     if not run.has_cutoffs:
@@ -52,9 +52,7 @@ def rules_overview(material: Material) -> Data:
     above, best = ((load - SEQUENCES * length * run.target).abs() for load in loads)
     expert = int((above + best).argmin())
     own = scores[..., expert]
-    others = scores.clone()
-    others[..., expert] = -torch.inf
-    rival = others.amax(-1)
+    rival = scores.index_fill(-1, torch.tensor(expert), -torch.inf).amax(-1)
 
     def rule(kind: str, name: str, cutoff: Tensor, taken: Tensor) -> dict[str, Any]:
         return {"kind": kind, "method": name, "cutoff": cutoff.expand_as(own), "taken": taken}
@@ -170,10 +168,8 @@ def say_cutoff_law(data: Data) -> str:
     )
 
 
-def _spreads(
-    scores: Tensor, sizes: Sequence[int], share: float, context: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the spreads by token, by text and by the law, each (sizes, experts), relative to the std of scores."""
+def _spreads(scores: Tensor, sizes: Sequence[int], share: float, context: int) -> tuple[np.ndarray, ...]:
+    """Return the spreads by token, by text and by the law, each (sizes, experts), divided by the std of scores."""
     generator = torch.Generator().manual_seed(0)
     tokens = len(scores)
     unit = scores.std(0).clamp(min=1e-12).numpy()

@@ -243,7 +243,7 @@ def draw_passage_routing(data: Data) -> Figure:
 
 
 def _blocks(data: Data, height: float, draw: Callable[[Axes, np.ndarray], None], label: str) -> Figure:
-    """Draw passages in rows of cells with their tokens below. height: of a row's cells, approximately, in inches."""
+    """Draw passages in rows of cells with their tokens below. height: of a row's cells, in inches."""
     columns = int((WIDE - 0.6) / CELL)
     blocks = [(passage, start) for passage in data["passages"] for start in range(0, len(passage["tokens"]), columns)]
     titles = [f"{passage['name']}, {data['method']}" if start == 0 else "" for passage, start in blocks]
@@ -278,7 +278,7 @@ def say_passage_routing(data: Data) -> str:
 
 
 def passages(measure: Callable[[np.ndarray], np.ndarray], most: int | None, material: Material) -> dict[str, Any]:
-    """Collect passages with what `measure` makes of their assignment (layers, tokens, experts) in the run in focus.
+    """Collect passages, and apply `measure` to their assignment (layers, tokens, experts) in the run in focus.
 
     most: maximum number of tokens, from the start; None means all traced tokens.
     """

@@ -207,8 +207,8 @@ def lines_chart(
 ) -> Chart:
     """Return a chart of named lines over steps or tokens. number: the format of the last values.
 
-    lines: a function, or the key of a training number to draw in grey with its running mean. share: of rules with
-    cutoffs, in percent and with the end of warmup marked.
+    lines: a function, or the key of a training number to draw in grey with its running mean. share: True for
+    shares, which only rules with cutoffs record; they are drawn in percent, with the end of warmup marked.
     """
     unit, number = (100, "{:.3g} %") if share else (1, number)
 
