@@ -178,7 +178,7 @@ def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
                     if each["width"] == width and method in each["gap"]:
                         mean, low, high = each["gap"][method]
                         panel.errorbar(
-                            each["tokens"] / 1e6 * 1.06,
+                            each["tokens"] / 1e6 * (1.05 + 0.05 * number),
                             mean,
                             [[mean - low], [high - mean]],
                             marker="_",
@@ -192,7 +192,9 @@ def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
             panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             panel.minorticks_off()
         panels[0].set_ylabel("gap in validation loss, nats per token")
-        panels[0].legend(frameon=False)
+        handles, labels = panels[0].get_legend_handles_labels()
+        key = dict(zip(labels, handles, strict=True))  # a width may have several predictions
+        panels[0].legend(key.values(), key.keys(), frameon=False)
         figure.savefig(path, dpi=160, facecolor="white")
 
 
