@@ -49,7 +49,7 @@ def test_without_an_interval_or_a_bundle_it_is_not_asked(start: Start, tmp_path:
     start("none")
     assert not metrics(tmp_path / "none", "core")
     shutil.rmtree(bundle)
-    with pytest.raises(ValueError, match="core_every=4 needs the questions of CORE; download them with et data core"):
+    with pytest.raises(ValueError, match="core_every=4 needs the CORE questions; download them with et data core"):
         start(core_every=4)
 
 

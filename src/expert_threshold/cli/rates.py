@@ -51,7 +51,7 @@ def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:
 
 
 def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) -> dict[str, Any]:
-    """Return the results of a run, from which its JSON, table and figure are made."""
+    """Return a run's results, which its JSON, table and figure show."""
     return {
         "run": folder.path.name,
         "step": step,

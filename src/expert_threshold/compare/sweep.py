@@ -303,7 +303,7 @@ class Sweep:
     def _outcome(
         self, method: str, number: int, trial: Asked, shown: Status | None
     ) -> tuple[float | None, dict[str, str]]:
-        """Return the loss of a trial, or None with the `state` and the `reason` why it has no loss.
+        """Return a trial's loss, or None with the `state` and the `reason` if it has none.
 
         If an earlier trial had the same options, its loss is returned, since runs are exactly reproducible.
         """

@@ -85,7 +85,7 @@ def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[byte
     except (LookupError, TypeError, AttributeError):
         same = False
     if not same:
-        raise ValueError("it is not a byte-level BPE that splits text in one step and without normalization")
+        raise ValueError("it must be a byte-level BPE that splits text in one step, without normalization")
     return tokens, pattern
 
 

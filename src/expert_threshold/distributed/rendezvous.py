@@ -203,7 +203,7 @@ class Rendezvous:
             time.sleep(0.05)
 
     def _explain(self, alive: Mapping[int, Failure], remedy: str) -> str:
-        """Return the reason why the launch ends, provided that no surviving rank has caused it."""
+        """Return why the launch ends, unless a surviving rank caused it."""
         lost = [str(rank) for rank in range(self.world_size) if rank not in alive]
         names = f"{'ranks' if len(lost) > 1 else 'rank'} {', '.join(lost)} of {self.world_size}"
         texts = [(rank, failure.text) for rank, failure in alive.items() if failure.text != INTERRUPTED]

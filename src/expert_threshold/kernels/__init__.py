@@ -60,7 +60,7 @@ class _NoBackward:
 
 
 def apply(function: type[Function], *arguments: Any) -> Any:
-    """Return function.apply(*arguments). Without gradients, only call forward, which is cheaper for a few rows."""
+    """Return function.apply(*arguments). Without gradients, just call forward, which is cheaper for few rows."""
     if torch.is_grad_enabled():
         return function.apply(*arguments)
     return function.forward(_NoBackward(), *arguments)

@@ -51,7 +51,7 @@ class Observation(NamedTuple):
 
     @property
     def batch_cutoff(self) -> Tensor:
-        """The k-th largest score, averaged over pools, for rules that form pools, or NaN if there were none."""
+        """The k-th largest score, averaged over pools; NaN without pools. Only for rules that form pools."""
         return self.cutoff_sum / self.pools
 
     @property

@@ -14,7 +14,7 @@ JSON = "application/json"
 
 
 def schema(request: type[BaseModel]) -> Schema:
-    """Return the OpenAPI document of a server. request: the pydantic model of its completion requests."""
+    """Return a server's OpenAPI document. request: the pydantic model for its completion requests."""
     fields = request.model_json_schema(ref_template="#/components/schemas/{model}")
     paths = {
         "/health": {"get": _operation("Health check", "503")},

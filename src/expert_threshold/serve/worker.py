@@ -28,7 +28,7 @@ class Limits:
     output_tokens: Count | None = option(None, "Maximum number of new tokens per text. Defaults to the full context.")
     n: Count = option(8, "Maximum number of texts per prompt (the field n).")
     texts: Count = option(32, "Maximum number of texts per request (prompts × n).")
-    logprobs: Count = option(20, "Maximum number of likeliest tokens to report per position (the field logprobs).")
+    logprobs: Count = option(20, "Maximum number of top tokens to report per position (the field logprobs).")
     stop_characters: Count = option(4096, "Maximum total length of the stop strings of a request, in characters.")
     queue: Count = option(64, "Maximum number of texts waiting for a slot. Further requests fail with 429.")
     seconds: Positive = option(300.0, "Seconds after which a request fails with 503, including its wait for a slot.")

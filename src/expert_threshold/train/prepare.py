@@ -256,7 +256,7 @@ def _read_core(config: TrainConfig) -> Sequence[Task]:
         return []
     bundle = core_bundle()
     if bundle is None:
-        raise ValueError(f"core_every={config.core_every} needs the questions of CORE; download them with et data core")
+        raise ValueError(f"core_every={config.core_every} needs the CORE questions; download them with et data core")
     tasks = read_bundle(bundle)
     for task in tasks:
         choose_rows(task, config.core_max_per_task)  # if there are too few, raise now rather than after some steps

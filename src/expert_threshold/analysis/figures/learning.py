@@ -282,7 +282,7 @@ def _curves(methods: Sequence[Data], others: Sequence[Data], title: str, number:
 
 
 def _points(entry: Data) -> np.ndarray:
-    """Return the points of a method, (points, 2), with NaN for None."""
+    """Return a method's points, (points, 2), with NaN in place of None."""
     return array(entry["points"]).reshape(-1, 2)
 
 

@@ -166,7 +166,7 @@ def marker(points: int) -> dict[str, Any]:
 
 
 def named_lines(axes: Axes, lines: Mapping[str, Points], colours: Sequence[str] = (), number: str = "") -> None:
-    """Draw lines, by default in the colours of layers, and name them, or only the first and the last of many."""
+    """Draw lines, by default in the layers' colours, and label them, or only the first and last of many."""
     drawn = []
     for (name, points), colour in zip(lines.items(), colours or layer_colours(len(lines)), strict=False):
         steps, values = np.array(points).T

@@ -29,7 +29,7 @@ def static_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, r
 
 
 def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None) -> Tensor:
-    """Return the weighted sum of each token's rows, (tokens, width), in the order of experts and without padding.
+    """Sum each token's weighted rows in the order of experts, without padding. The result is (tokens, width).
 
     rows: (rows, width); weights: (rows,), of the same dtype.
     """
