@@ -45,6 +45,7 @@ PLAIN = {
     "pools": {pool: f"{EC} {pool}" for pool in ("sequence", "1024", "batch")},
 }
 """Questions about options alone: each setting's options."""
+WORDS = {"blocks": "{}", "warmup": "{} of warmup", "shared": "{} shared", "pools": "pool {}"}
 QUESTIONS = ("adamw", "blocks", "starved", *PLAIN)
 LOSS_FREE = {"loss-free": FAMILIES["loss-free, sign"]["0.03"]}
 
@@ -138,26 +139,28 @@ def runs(question: str) -> Iterator[tuple[str, str, str, AbstractContextManager[
 
 
 def differences(records: list[Record]) -> str:
-    """Return a Markdown table of losses minus ordinary runs' of the same seeds, with Holm-corrected verdicts."""
+    """Return a Markdown table of losses minus ordinary runs' of the same seeds, with Holm-corrected verdicts.
+
+    The first rows are differences from dense, the others from expert threshold.
+    """
     runs: dict[tuple[str, str], dict[int, Record]] = defaultdict(dict)
     for each in records:
         if each["question"] not in ("adamw", "starved"):
             runs[each["method"], each["setting"]][each["seed"]] = each
     lines = ["| difference | seeds | training | validation | 95 % interval | verdict, margin 0.01 |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | --- |")
+    seeds = sorted(set[int].intersection(*map(set, runs.values())))  # of all, so that errors can be pooled
     for base in ("dense", "expert threshold"):  # two families of comparisons
         names = [name for name in runs if (name[0] == "dense") == (base == "dense") and name[1] != "whole"]
         names = [("expert threshold", "whole")] * (base == "dense") + names
         trained, gaps = (
-            [
-                [run[loss] - runs[base, "whole"][seed][loss] for seed, run in sorted(runs[name].items())]
-                for name in names
-            ]
+            [[runs[name][seed][loss] - runs[base, "whole"][seed][loss] for seed in seeds] for name in names]
             for loss in ("training", "loss")
         )
         for (method, setting), early, each, judged in zip(names, trained, gaps, corrected(gaps, 0.01), strict=True):
             half = judged.error * student(0.95, judged.freedom)
-            name = f"{method}{'' if setting == 'whole' else f', {setting}'} minus {base}"
+            what = WORDS[next(iter(runs[method, setting].values()))["question"]].format(setting)
+            name = ", ".join([method] * (method != base) + [what] * (setting != "whole"))
             shown = f"{fmean(early):+.4f} | {fmean(each):+.4f} | {fmean(each) - half:+.4f} to {fmean(each) + half:+.4f}"
             lines.append(f"| {name} | {len(each)} | {shown} | {judged.verdict} |")
     return "\n".join(lines)

@@ -207,6 +207,8 @@ def test_the_page_shows_its_tables_as_the_records_give_them() -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = (docs / "evidence.md").read_text(encoding="utf-8")
     assert claims.table() in page
+    asked = critics.read(docs / "results" / "evidence" / "critics.jsonl")
+    assert all(table(asked) in page for table in (critics.differences, critics.rates, critics.recovery))
     records = docs / "results" / "evidence" / "ladder"
     for name, table in (("records", ladder.rivals), ("test", ladder.rivals), ("rates", ladder.rates)):
         assert table(ladder.read(records / f"{name}.jsonl")) in page
