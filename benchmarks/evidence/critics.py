@@ -45,7 +45,7 @@ PLAIN = {
     "pools": {pool: f"{EC} {pool}" for pool in ("sequence", "1024", "batch")},
 }
 """Questions about options alone: each setting's options."""
-WORDS = {"blocks": "{}", "warmup": "{} of warmup", "shared": "{} shared", "pools": "pool {}"}
+WORDS = {"blocks": "{}", "warmup": "{} of warmup", "shared": "no shared expert", "pools": "pool {}"}
 QUESTIONS = ("adamw", "blocks", "starved", *PLAIN)
 LOSS_FREE = {"loss-free": FAMILIES["loss-free, sign"]["0.03"]}
 
