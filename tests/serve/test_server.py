@@ -232,6 +232,7 @@ def test_a_request_that_takes_too_long_ends_with_503_and_frees_its_row() -> None
         assert rest == ""
         assert json.loads(event.removeprefix("data: "))["error"]["code"] == "timeout"
         until(lambda: server.worker.unfinished == 0)
+        assert not server.worker._jobs  # otherwise every request would be kept forever
         assert not server.engine.busy
 
 
