@@ -198,8 +198,9 @@ def test_a_repetition_penalty_lowers_the_logits_of_tokens_that_occurred(tokenize
         (writing,) = run(Engine(model, tokenizer), [asked._replace(repetition_penalty=penalty)])
         every = [*asked.prompt, *tokens(writing)]
         assert (len(set(every)) < len(every)) == repeats
-    with pytest.raises(ValueError, match="repetition_penalty"):
-        asked._replace(repetition_penalty=0.0).check(64)
+    for option, value in (("repetition_penalty", 0.0), ("top_p", 0.0), ("top_p", 1.5)):
+        with pytest.raises(ValueError, match=option):
+            asked._replace(**{option: value}).check(64)
 
 
 @given(
