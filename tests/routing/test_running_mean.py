@@ -123,7 +123,7 @@ def test_warmup_is_expert_choice_and_ends_after_its_last_step() -> None:
 
 
 @pytest.mark.parametrize(("slack", "fewest", "most"), [(None, 0, 24), (0.5, 4, 12), (0, 8, 8)])
-def test_in_training_as_many_go_as_exceed_the_cutoff_within_the_bounds(
+def test_as_many_go_as_exceed_the_cutoff_in_training_within_the_bounds(
     slack: float | None, fewest: int, most: int
 ) -> None:
     rule, scores = ExpertThreshold(EXPERTS, warmup_steps=0, capacity_slack=slack), make_scores(0)
@@ -131,9 +131,9 @@ def test_in_training_as_many_go_as_exceed_the_cutoff_within_the_bounds(
     for above in range(25):  # the cutoff is the next score, or just below the lowest
         mean = ordered[above] if above < 24 else torch.nextafter(ordered[-1], ordered[-1] - 1)
         state = rule.init()._replace(mean=mean, weight=torch.tensor(1.0))
-        taken = rule.route(scores, state, training=True).assignment[0]
-        load = min(max(above, fewest), most)
-        assert torch.equal(taken.gather(0, order), (torch.arange(24) < load)[:, None].expand(24, EXPERTS))
+        for training, load in ((True, min(max(above, fewest), most)), (False, above)):
+            taken = rule.route(scores, state, training=training).assignment[0]
+            assert torch.equal(taken.gather(0, order), (torch.arange(24) < load)[:, None].expand(24, EXPERTS))
 
 
 def drifting(rule: ExpertThreshold, steps: int, drift: float) -> tuple[Tensor, Tensor]:
