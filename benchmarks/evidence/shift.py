@@ -1,0 +1,115 @@
+"""Compares frozen, running and recalibrated cutoffs on text that a model was not trained on.
+
+    python benchmarks/evidence/shift.py RUN… --texts NAME=PATH[:FIELD] … [--tokens 200000] > shift.jsonl
+    python benchmarks/evidence/shift.py --show shift.jsonl
+
+The validation text of a RUN comes first, then each of the texts, in one stream of batches of the training's size.
+Frozen cutoffs are those of the checkpoint. Running cutoffs are updated after each batch, as in training, so no batch
+is routed by its own scores. Recalibrated cutoffs are measured on the training part of the same text, as by
+`et calibrate`. It prints a JSON line per run, text and kind of cutoffs: experts per token, the busiest expert's load
+over the mean in the worst layer, and the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from study import read
+from torch import Tensor
+
+from expert_threshold.data import Loader, open_source, pack, windows
+from expert_threshold.model import GPT
+from expert_threshold.model.calibrate import calibrate
+from expert_threshold.runs import RunFolder, load_model
+
+KINDS = ("frozen", "running", "recalibrated")
+CALIBRATION = 262_144  # tokens, the default of et calibrate
+
+
+@torch.no_grad()
+def measure(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], running: bool) -> dict[str, float]:
+    """Return the fanout, the worst load and the loss over batches. running: whether to update cutoffs after each."""
+    rule = model.config.rule
+    assert rule is not None
+    pooled, routers = rule.calibration_rule(rule.experts_per_token), [moe.router for _, moe in model.moe_layers()]
+    loads, nats, tokens_seen = torch.zeros(len(routers), rule.num_experts, dtype=torch.float64), 0.0, 0
+    for tokens, targets in batches:
+        output = model(tokens, targets, record=True)
+        loads += torch.stack([routing.assignment.sum((0, 1)) for routing in output.routings])
+        nats += float(output.token_losses.double().sum())
+        tokens_seen += tokens.numel()
+        for router, routing in zip(routers, output.routings, strict=True) if running else ():
+            router.update(pooled.route(routing.scores, router.state, training=True).observation)
+    worst = float((loads.amax(-1) / loads.mean(-1)).max())
+    return {"fanout": float(loads.sum(-1).mean()) / tokens_seen, "load": worst, "loss": nats / tokens_seen}
+
+
+def study(path: Path, texts: dict[str, tuple[str, str]], most: int) -> Iterable[dict[str, Any]]:
+    """Yield the measurements of a run's last checkpoint."""
+    folder = RunFolder.open(path)
+    data, train = folder.section("data"), folder.section("train")
+    for kind in KINDS:
+        model, tokenizer = load_model(folder.path, compute_dtype=torch.bfloat16)
+        context, size = model.config.context, train["batch_size"]
+        for name, (source, field) in {"own": (data["source"], data["text_field"]), **texts}.items():
+            opened = open_source(source, field)
+            text = pack(opened, tokenizer, "validation")
+            rows = list(islice(windows(text, context), min(most, len(text)) // context))
+            batches = [
+                (torch.stack([row.tokens for row in part]), torch.stack([row.targets for row in part]))
+                for part in (rows[start : start + size] for start in range(0, len(rows), size))
+            ]
+            if kind == "recalibrated":
+                parts = opened.parts
+                other = pack(opened, tokenizer, "train") if parts is None else parts("train", tokenizer)
+                calibrate(model, islice(Loader(other, 64, context, 0), math.ceil(CALIBRATION / (64 * context))))
+            found = {key: round(value, 4) for key, value in measure(model, batches, kind == "running").items()}
+            yield {"run": folder.path.name, "seed": train["seed"], "text": name, "cutoffs": kind, **found}
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of means over runs, with every run's change in loss from frozen cutoffs."""
+    cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        cells[record["text"], record["cutoffs"]].append(record)
+    lines = ["| text | cutoffs | experts per token | busiest load | loss | change, by seed |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
+    for (text, kind), mine in cells.items():
+        changes = [each["loss"] - base["loss"] for each, base in zip(mine, cells[text, "frozen"], strict=True)]
+        means = [
+            f"{fmean(each[key] for each in mine):.{digits}f}"
+            for key, digits in (("fanout", 2), ("load", 2), ("loss", 3))
+        ]
+        shown = "" if kind == "frozen" else ", ".join(f"{change:+.3f}" for change in changes)
+        lines.append(f"| {' | '.join([text, kind, *means, shown])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN")
+    parser.add_argument("--texts", nargs="*", default=[], metavar="NAME=PATH[:FIELD]")
+    parser.add_argument("--tokens", type=int, default=200_000)
+    parser.add_argument("--show", type=Path, metavar="FILE")
+    asked = parser.parse_args()
+    if asked.show is not None:
+        print(table(read(asked.show)))
+        return
+    named = {name: source.partition(":")[::2] for name, _, source in (text.partition("=") for text in asked.texts)}
+    texts = {name: (path, field or "text") for name, (path, field) in named.items()}
+    for path in asked.runs:
+        for record in study(path, texts, asked.tokens):
+            print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
