@@ -149,12 +149,14 @@ def differences(records: list[Record]) -> str:
             runs[each["method"], each["setting"]][each["seed"]] = each
     lines = ["| difference | seeds | training | validation | 95 % interval | verdict, margin 0.01 |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | --- |")
-    seeds = sorted(set[int].intersection(*map(set, runs.values())))  # of all, so that errors can be pooled
     for base in ("dense", "expert threshold"):  # two families of comparisons
         names = [name for name in runs if (name[0] == "dense") == (base == "dense") and name[1] != "whole"]
         names = [("expert threshold", "whole")] * (base == "dense") + names
         trained, gaps = (
-            [[runs[name][seed][loss] - runs[base, "whole"][seed][loss] for seed in seeds] for name in names]
+            [
+                [runs[name][seed][loss] - runs[base, "whole"][seed][loss] for seed in sorted(runs[name])]
+                for name in names
+            ]
             for loss in ("training", "loss")
         )
         for (method, setting), early, each, judged in zip(names, trained, gaps, corrected(gaps, 0.01), strict=True):

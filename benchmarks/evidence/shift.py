@@ -3,7 +3,7 @@
     python benchmarks/evidence/shift.py RUN… --texts NAME=PATH[:FIELD] … [--tokens 200000] > shift.jsonl
     python benchmarks/evidence/shift.py --show shift.jsonl
 
-The validation text of a RUN comes first, then each of the texts, in one stream of batches of the training's size.
+The C validation text of a RUN comes first, then each of the texts, in one stream of batches of the training's size.
 Frozen cutoffs are those of the checkpoint. Running cutoffs are updated after each batch, as in training, so no batch
 is routed by its own scores. Recalibrated cutoffs are measured on the training part of the same text, as by
 `et calibrate`. It prints a JSON line per run, text and kind of cutoffs: experts per token, the busiest expert's load
@@ -13,6 +13,7 @@ over the mean in the worst layer, and the loss.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -60,7 +61,7 @@ def study(path: Path, texts: dict[str, tuple[str, str]], most: int) -> Iterable[
     for kind in KINDS:
         model, tokenizer = load_model(folder.path, compute_dtype=torch.bfloat16)
         context, size = model.config.context, train["batch_size"]
-        for name, (source, field) in {"own": (data["source"], data["text_field"]), **texts}.items():
+        for name, (source, field) in {"C": (data["source"], data["text_field"]), **texts}.items():
             opened = open_source(source, field)
             text = pack(opened, tokenizer, "validation")
             rows = list(islice(windows(text, context), min(most, len(text)) // context))
@@ -83,14 +84,13 @@ def table(records: list[dict[str, Any]]) -> str:
         cells[record["text"], record["cutoffs"]].append(record)
     lines = ["| text | cutoffs | experts per token | busiest load | loss | change, by seed |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
-    for (text, kind), mine in cells.items():
+    texts = dict.fromkeys(text for text, _ in cells)
+    for text, kind in itertools.product(texts, KINDS):
+        mine = cells[text, kind]
         changes = [each["loss"] - base["loss"] for each, base in zip(mine, cells[text, "frozen"], strict=True)]
-        means = [
-            f"{fmean(each[key] for each in mine):.{digits}f}"
-            for key, digits in (("fanout", 2), ("load", 2), ("loss", 3))
-        ]
+        fanout, load, loss = (fmean(each[key] for each in mine) for key in ("fanout", "load", "loss"))
         shown = "" if kind == "frozen" else ", ".join(f"{change:+.3f}" for change in changes)
-        lines.append(f"| {' | '.join([text, kind, *means, shown])} |")
+        lines.append(f"| {text} | {kind} | {fanout:.2f} | {load:.2f} | {loss:.3f} | {shown} |")
     return "\n".join(lines)
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
 
-from benchmarks.evidence import claims, critics, documents, frontier, ladder, power, text
+from benchmarks.evidence import claims, critics, documents, frontier, ladder, power, shift, text
 
 from expert_threshold.data import Batch, Loader
 from expert_threshold.moe.router import Router
@@ -209,6 +209,7 @@ def test_the_page_shows_its_tables_as_the_records_give_them() -> None:
     assert claims.table() in page
     asked = critics.read(docs / "results" / "evidence" / "critics.jsonl")
     assert all(table(asked) in page for table in (critics.differences, critics.rates, critics.recovery))
+    assert shift.table(critics.read(docs / "results" / "evidence" / "shift.jsonl")) in page
     records = docs / "results" / "evidence" / "ladder"
     for name, table in (("records", ladder.rivals), ("test", ladder.rivals), ("rates", ladder.rates)):
         assert table(ladder.read(records / f"{name}.jsonl")) in page

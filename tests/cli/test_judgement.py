@@ -87,6 +87,8 @@ def test_the_spread_of_few_seeds_is_pooled_over_methods_as_in_an_analysis_of_var
     assert [row.verdict == "open" for row in rows] == [p > 0.05 for p in probabilities]
     many = corrected(np.repeat(losses[1:] - losses[0], 2, axis=1).tolist(), 0.01)
     assert [row.freedom for row in many] == [5, 5, 5]  # six seeds are enough for each method's own spread
+    *few, alone = corrected([*(losses[1:3] - losses[0]).tolist(), [0.1, 0.2]], 0.01)
+    assert [row.freedom for row in (*few, alone)] == [4, 4, 1]  # a method with fewer seeds than the others has its own
 
 
 def test_differences_are_of_the_same_seed() -> None:

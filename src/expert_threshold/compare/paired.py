@@ -61,14 +61,16 @@ def corrected(family: Sequence[Sequence[float]], margin: float) -> list[Correcte
     """Return the verdicts on several methods' differences to one baseline, each paired over two or more seeds.
 
     Holm's correction is applied to both tests of `paired`, so that the probability that any claim of a difference
-    is wrong is at most 5 %, and likewise for claims of equivalence. Errors are pooled if seeds are equal and few.
+    is wrong is at most 5 %, and likewise for claims of equivalence. Methods with equally few seeds share an error.
     """
     errors = [(stdev(each) / len(each) ** 0.5, len(each) - 1) for each in family]
-    seeds = {len(each) for each in family}
-    if len(family) > 1 and len(seeds) == 1 and (count := seeds.pop()) < FEW:
-        # The row of zeros is the baseline. Subtracting it changes only seed effects, which the residuals exclude.
-        spread, freedom = residual_spread([[0.0] * count, *family])
-        errors = [(spread * (2 / count) ** 0.5, freedom)] * len(family)
+    for count in {len(each) for each in family if len(each) < FEW}:
+        alike = [each for each in family if len(each) == count]
+        if len(alike) > 1:
+            # The row of zeros is the baseline. Subtracting it changes only seed effects, which the residuals exclude.
+            spread, freedom = residual_spread([[0.0] * count, *alike])
+            pooled = (spread * (2 / count) ** 0.5, freedom)
+            errors = [pooled if len(each) == count else error for each, error in zip(family, errors, strict=True)]
     means = [mean(each) for each in family]
     pairs = list(zip(means, errors, strict=True))
     differ = holm([2 * _tail(abs(center), *error) for center, error in pairs])
