@@ -14,8 +14,7 @@ import torch
 
 from commands import write_lines
 from expert_threshold.analysis import material as material_module
-from expert_threshold.analysis import page
-from expert_threshold.analysis.figures import FIGURES, cutoffs, load, scores
+from expert_threshold.analysis.figures import FIGURES, cutoffs, load
 from expert_threshold.analysis.material import Domain
 from expert_threshold.analysis.methods import find_runs, read_methods, select_runs
 from expert_threshold.analysis.page import save_figure
@@ -26,14 +25,7 @@ from expert_threshold.cli.analyze import named_domains
 from expert_threshold.runs import RunFolder
 from tiny_runs import RUNS, copy_run
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw as few random numbers as possible."""
-    monkeypatch.setattr(page, "DPI", 20)
-    monkeypatch.setattr(load, "STEPS", 2)
-    monkeypatch.setattr(load, "TOKENS_PER_EXPERT", (64, 1024))
-    monkeypatch.setattr(scores, "POOLS", 8)
+pytestmark = pytest.mark.usefixtures("small")
 
 
 def analyze(*arguments: object) -> int:
@@ -42,24 +34,6 @@ def analyze(*arguments: object) -> int:
 
 def data_of(out: Path, name: str) -> Any:
     return json.loads((out / f"{name}.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def out(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The analysis of all runs; its page draws load alone, since the files have the same drawings."""
-    folder, svg = tmp_path_factory.mktemp("analysis"), page.svg
-
-    def svg_of_load(figure: Any, prefix: str, *named: str) -> str:
-        return svg(figure, prefix, *named) if "load" in prefix else ""
-
-    with pytest.MonkeyPatch.context() as patch:
-        small.__wrapped__(patch)  # type: ignore[attr-defined]
-        patch.setattr(page, "svg", svg_of_load)
-        paths = [runs / name for name in RUNS]
-        domains = ["--gsm8k", runs / "math.jsonl", "--human-eval", runs / "code.jsonl"]
-        domains += ["--domain", f"prose={runs / 'prose.jsonl'}"]
-        assert analyze(*paths, "--out", folder, "--tokens", 1024, *domains) == 0
-    return folder
 
 
 def test_runs_are_called_by_what_sets_them_apart(runs: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +13,9 @@ from ..material import Material
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import each
-from .plot import method_panels, whole_ticks
+from .plot import log2_axis, method_panels, whole_ticks
 from .study import Study, of_each_method
-from .style import INK, ONE_LAYER, WIDE, Axes, Figure
+from .style import INK, ONE_LAYER, WIDE, Figure
 
 BINS = 20
 """The number of bins of losses, each with the same number of tokens."""
@@ -24,7 +25,7 @@ FEWEST = 1 / 1000
 """The minimum share of the tokens for which a mean is shown."""
 
 MEAN: dict[str, Any] = {"color": INK, "linewidth": 1.8, "marker": "o", "markersize": 2}
-FANOUT = "routed experts per token"
+FANOUT, LOSS, POSITION = "routed experts per token", "loss (nats)", "position in the window"
 
 
 def traced(material: Material, run: Run) -> Trace:
@@ -43,17 +44,6 @@ def fanout_by_position(material: Material, run: Run) -> Data:
     layers = {layer: _means(place, trace.fanout(layer), len(edges) - 1) for layer in trace.layers}
     centres = [(a + b - 1) / 2 for a, b in pairwise(edges)]
     return {"x": centres, "layers": layers, "mean": np.mean(list(layers.values()), axis=0)}
-
-
-def draw_fanout_by_position(data: Data) -> Figure:
-    figure, axes = _by_layer(data, "position in the window", FANOUT, shift=1)
-    last = array(data["methods"][0]["x"])[-1]
-    ticks = [4**power for power in range(9) if 4**power <= last + 1]
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set_xticks([], minor=True)
-    axes.set_ylim(bottom=0)
-    return figure
 
 
 def say_by_position(data: Data) -> str:
@@ -75,12 +65,6 @@ def fanout_by_loss(material: Material, run: Run) -> Data:
     layers = {layer: [trace.fanout(layer)[known][part].mean() for part in parts] for layer in trace.layers}
     means = np.mean(list(layers.values()), axis=0)
     return {"x": [losses[part].mean() for part in parts], "layers": layers, "mean": means}
-
-
-def draw_fanout_by_loss(data: Data) -> Figure:
-    figure, axes = _by_layer(data, "loss (nats)", FANOUT)
-    axes.set_ylim(bottom=0)
-    return figure
 
 
 def say_fanout_by_loss(data: Data) -> str:
@@ -110,12 +94,6 @@ def loss_by_fanout(material: Material, run: Run) -> Data:
     return {"x": np.arange(seen), "layers": layers, "mean": mean[:seen]}
 
 
-def draw_loss_by_fanout(data: Data) -> Figure:
-    figure, axes = _by_layer(data, FANOUT, "loss (nats)")
-    whole_ticks(axes.xaxis)
-    return figure
-
-
 def say_loss_by_fanout(data: Data) -> str:
     def clause(entry: Data) -> str:
         mean = array(entry["mean"])
@@ -125,21 +103,25 @@ def say_loss_by_fanout(data: Data) -> str:
     return f"Tokens with the fewest and the most routed experts in a layer have mean losses of {each(data, clause)}."
 
 
-def _by_layer(data: Data, x: str, y: str, shift: float = 0) -> tuple[Figure, Axes]:
-    """Draw a panel for each method: a dashed line for each layer, and a solid one for their mean. Return the figure
-    and its shared axes.
-
-    shift: added to x for a logarithmic axis.
-    """
+def draw_means(x: str, y: str, data: Data) -> Figure:
+    """Draw a panel for each method: a dashed line for each layer, and a solid one for their mean."""
     several = any(len(entry["layers"]) > 1 for entry in data["methods"])
     key = {"one layer": ONE_LAYER, "mean of layers": MEAN} if several else {}
     figure, shown = method_panels(WIDE, data["methods"], 1.5, x, y, key=key)
+    shared = shown[0][0]
     for axes, entry, stroke in shown:
-        places = array(entry["x"]) + shift
+        places = array(entry["x"]) + (x == POSITION)  # from 1, for a logarithmic axis
         for values in entry["layers"].values() if several else ():
             axes.plot(places, array(values), **ONE_LAYER)
         axes.plot(places, array(entry["mean"]), **(MEAN | {"color": stroke["color"]}))
-    return figure, shown[0][0]
+    if x == POSITION:
+        last = data["methods"][0]["x"][-1] + 1
+        log2_axis(shared, [4**power for power in range(9) if 4**power <= last], "{:,}".format)
+    elif x == FANOUT:
+        whole_ticks(shared.xaxis)
+    if y == FANOUT:
+        shared.set_ylim(bottom=0)
+    return figure
 
 
 def _position_edges(context: int) -> np.ndarray:
@@ -158,7 +140,8 @@ def _means(place: np.ndarray, values: np.ndarray, count: int, fewest: int = 1) -
 
 
 FIGURES = [
-    Study("fanout_by_position", "Fanout by position", fanout_by_position, draw_fanout_by_position, say_by_position),
-    Study("fanout_by_loss", "Fanout by loss", fanout_by_loss, draw_fanout_by_loss, say_fanout_by_loss),
-    Study("loss_by_fanout", "Loss by fanout", loss_by_fanout, draw_loss_by_fanout, say_loss_by_fanout),
-]
+    Study("fanout_by_position", "Fanout by position",
+          fanout_by_position, partial(draw_means, POSITION, FANOUT), say_by_position),
+    Study("fanout_by_loss", "Fanout by loss", fanout_by_loss, partial(draw_means, LOSS, FANOUT), say_fanout_by_loss),
+    Study("loss_by_fanout", "Loss by fanout", loss_by_fanout, partial(draw_means, FANOUT, LOSS), say_loss_by_fanout),
+]  # fmt: skip

@@ -5,7 +5,7 @@ Lengths are in inches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from ..plain import Data, array
 from ..records import Points, finite
+from ..sentences import pool_size
 from .style import INK, MUTED, SMALL, WARMUP, Axes, Figure, expert_colours, layer_colours, strokes
 
 if TYPE_CHECKING:
@@ -250,6 +251,13 @@ def log_ticks(axis: Any, most: int = 8) -> None:
     axis.set_major_locator(MaxNLocator(5) if high < 3 * low else LogLocator(subs=digits, numticks=most))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
+
+def log2_axis(axes: Axes, ticks: Sequence[int], label: Callable[[int], str] = pool_size) -> None:
+    """Make the x axis logarithmic, with ticks at these numbers alone."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, map(label, ticks))
+    axes.set_xticks([], minor=True)
 
 
 def ratio_axis(axes: Axes) -> None:
