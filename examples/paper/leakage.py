@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from torch import Tensor
 
-from expert_threshold.analysis.figures.plot import log_ticks, panels
+from expert_threshold.analysis.figures.plot import log2_axis, log_ticks, panels
 from expert_threshold.analysis.figures.style import ACCENT, INK, MUTED, SMALL, WIDE, Axes, Figure, strokes
 from expert_threshold.analysis.material import Material
 from expert_threshold.analysis.page import save_figure
@@ -180,8 +180,7 @@ def draw_leakage_bounds(model: MoELayers) -> Figure:
     every[1].set_yscale("log")
     log_ticks(every[1].yaxis, 7)
     for axes in every[:2]:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(POOLS[::2], [pool_size(tick) for tick in POOLS[::2]])
+        log2_axis(axes, POOLS[::2])
         axes.set_xlabel("tokens in the pool", loc="right")
     _binary_search(every[2], EXAMPLE)
     return figure
@@ -245,10 +244,8 @@ def draw_leakage_probe(probed: Sequence[Data]) -> Figure:
             if entry["own"] in entry["tokens"]:
                 own = entry["tokens"].index(entry["own"])
                 axes.plot(entry["own"], shown[own], "o", color=stroke["color"], markersize=6)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-    ticks = ticks[:: -(-len(ticks) // 5)]
-    every[0].set_xticks(ticks, [pool_size(tick) for tick in ticks])
+    log2_axis(every[0], ticks[:: -(-len(ticks) // 5)])  # shared, like the settings below
+    every[0].set_yscale("log")
     log_ticks(every[0].yaxis)
     return figure
 

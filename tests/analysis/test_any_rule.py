@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +15,8 @@ from expert_threshold.analysis.figures.load import say_load_at_scale, say_load_b
 from expert_threshold.analysis.figures.style import INK
 from expert_threshold.analysis.plain import NotShownError, plain
 from expert_threshold.analysis.records import Run
-from expert_threshold.cli.rates import require_cutoffs
 from expert_threshold.model import GPTConfig
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, QuantileBalancing, ReLU, Rule, TopP, rule_to_dict
-from expert_threshold.runs import RunFolder
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, QuantileBalancing, ReLU, Rule, TopP
 
 
 def run_of(rule: Rule, recorded: dict[str, Any] | None = None) -> Run:
@@ -66,16 +63,6 @@ def test_only_rules_that_move_cutoffs_have_them(rule: Rule) -> None:
     assert run.has_cutoffs == moves
     left_out = {e.title: e.caption for e in training.drawn(training.ROUTING, run) if e.figure is None}
     assert ("has no cutoffs" in left_out["Cutoffs"]) == (not moves)
-
-
-@pytest.mark.parametrize("rule", NO_CUTOFFS)
-def test_what_a_rule_cannot_do_is_refused_before_the_run_is_loaded(rule: Rule, tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
-    folder.write_config({"model": {}, "rule": rule_to_dict(rule)})
-    with pytest.raises(ValueError, match="has no cutoffs; use a run"):
-        require_cutoffs(folder, "calibrated")
-    with pytest.raises(ValueError, match=r"--rate 1: .* has no cutoffs; use a run"):
-        require_cutoffs(folder, "at_rate", "--rate 1: ")
 
 
 def test_biases_and_bounds_are_those_of_the_rule() -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fontTools.fontBuilder import FontBuilder
-from fontTools.pens.ttGlyphPen import TTGlyphPen
+from matplotlib import rcParams
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.font_manager import fontManager
+from matplotlib.font_manager import FontEntry, fontManager
 from matplotlib.patches import Rectangle, StepPatch
 from matplotlib.text import Text
 
@@ -28,6 +26,7 @@ from expert_threshold.analysis.figures.style import (
     SMALL,
     WIDE,
     expert_colours,
+    monospaced,
     style,
 )
 from expert_threshold.analysis.page import CSS
@@ -135,6 +134,16 @@ def test_layers_are_whole_numbers_along_an_axis(layers: int) -> None:
     assert {1, layers} <= set(axes.get_xticks()) | {layers}
 
 
+def test_each_row_of_a_heatmap_has_the_number_of_its_layer() -> None:
+    """With more than six layers, every second row had the number of the one before."""
+    layers = list(range(1, 13))
+    data = {"domains": {"code": ""}, "methods": [TAG | {"layers": layers, "ratios": {"code": [[0.5, 0.1]] * 12}}]}
+    axes = DRAW["specialisation"](data).axes[0]
+    rows = [(int(text.get_position()[1]), int(text.get_text())) for text in axes.get_yticklabels()]
+    assert len(rows) >= 4
+    assert all(layers[row] == layer for row, layer in rows)
+
+
 def test_losses_fill_the_width_of_their_figure() -> None:
     """The axis began at 0 tokens, though losses of the first third were cut off: three validations left two thirds."""
     for count in (2, 3, 10):
@@ -155,29 +164,12 @@ def test_long_names_leave_the_width_to_the_lines(data: dict[str, Any]) -> None:
             assert figure.axes[0].get_position().width >= 0.4
 
 
-def test_characters_that_dejavu_lacks_are_drawn_in_another_font_that_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A PNG showed a box for each."""
-    pen = TTGlyphPen(None)
-    pen.moveTo((0, 0)), pen.lineTo((500, 0)), pen.lineTo((500, 500)), pen.closePath()
-    font = FontBuilder(1000)
-    font.setupGlyphOrder([".notdef", "sun"])
-    font.setupCharacterMap({ord("日"): "sun"})
-    font.setupGlyf({".notdef": TTGlyphPen(None).glyph(), "sun": pen.glyph()})
-    font.setupHorizontalMetrics({".notdef": (1000, 0), "sun": (1000, 0)})
-    font.setupHorizontalHeader(ascent=800, descent=-200)
-    font.setupNameTable({"familyName": OTHER_SCRIPTS[0], "styleName": "Regular"})
-    font.setupOS2()
-    font.setupPost()
-    font.save(tmp_path / "other.ttf")
-    monkeypatch.setattr(fontManager, "ttflist", list(fontManager.ttflist))
-    fontManager.addfont(tmp_path / "other.ttf")
-    passage = {"name": "text", "tokens": ["日", "a"], "values": [[1, 2]]}
-    data = TAG | {"layers": [1], "passages": [passage]}
-    with style(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        DRAW["passage_fanout"](data).savefig(tmp_path / "passage.png")
+def test_fonts_of_other_scripts_are_used_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PNG showed a box for each character that DejaVu lacks."""
+    monkeypatch.setattr(fontManager, "ttflist", [*fontManager.ttflist, FontEntry(name=OTHER_SCRIPTS[0])])
+    with style():
+        assert OTHER_SCRIPTS[0] in rcParams["font.family"]
+        assert OTHER_SCRIPTS[0] in monospaced()
 
 
 def test_experts_of_a_layer_have_colours_of_their_own(runs: Path) -> None:

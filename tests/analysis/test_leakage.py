@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from examples.paper import leakage as script
-from examples.paper.leakage import MoELayers, bound, decode, encode, finite_leakage, leakage, limit, log2_choices
+from examples.paper.leakage import MoELayers, bound, decode, encode, leakage, limit, log2_choices
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,14 +51,6 @@ def test_leakage_per_token_approaches_a_constant_as_pools_grow(model: MoELayers,
     missing = model.experts * math.log2(2 * math.pi * tokens * p * (1 - p)) / 2 / tokens
     slack = model.experts / k / tokens + 1e-12 * limit(model)
     assert limit(model) - per_token[0] == pytest.approx(missing, abs=slack)
-
-
-@given(models, st.integers(1, 10**6), st.sampled_from([16, 32]))
-def test_finite_precision_leaks_at_most_its_bits_per_pool_and_no_more_than_infinite(
-    model: MoELayers, tokens: int, bits: int
-) -> None:
-    found = finite_leakage(model, tokens, bits)
-    assert found == pytest.approx(min(model.experts * bits / tokens, leakage(model, tokens)))
 
 
 choices = st.lists(st.booleans(), max_size=300)

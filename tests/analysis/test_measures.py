@@ -7,9 +7,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from expert_threshold.analysis.measures import (
@@ -150,18 +149,9 @@ def test_the_optima_are_the_best_of_all_assignments(tokens: int, experts: int, m
     both = [z for z in every if (z.sum(0) == load).all() and (z.sum(1) <= most).all()]
     for seed in range(3):
         scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
+        scores = scores.round() if seed == 2 else scores  # with ties
         (mine,) = best_expert_choice(scores[None], k)
         assert routing_objective(scores, mine) == max(routing_objective(scores, z) for z in choices)
         mine = best_token_choice(scores, most, load)
         best = max(routing_objective(scores, z) for z in both)
         assert routing_objective(scores, mine) == pytest.approx(best.item(), abs=1e-12)
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 8), st.integers(1, 6), st.integers(0, 99))
-def test_with_ties_the_optimum_is_that_of_linear_assignment(k: int, experts: int, seed: int) -> None:
-    scores = torch.randn(k * experts, experts, generator=torch.Generator().manual_seed(seed)).round()
-    places = scores.double().repeat(1, k).numpy()  # k places of each expert
-    rows, columns = linear_sum_assignment(places, maximize=True)
-    found = routing_objective(scores, best_token_choice(scores, 1, k))
-    assert found.item() == pytest.approx(places[rows, columns].sum(), abs=1e-9)

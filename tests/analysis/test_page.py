@@ -1,14 +1,10 @@
-"""Pages in a browser: values under the pointer, logarithmic axes, values as a table, long names, print."""
+"""Pages in a browser: values under the pointer, logarithmic axes, values as a table, long names."""
 
 from __future__ import annotations
 
-import base64
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 from browser import CHROMIUM, Page, open_page
 from expert_threshold.analysis.figures.learning import draw_losses
@@ -16,8 +12,6 @@ from expert_threshold.analysis.page import exhibit, exhibits, page, table
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 LONG = "a_run_whose_name_is_fifty_characters_long_or_more_"
-
-PAPER = {"A4": (8.27, 11.69), "Letter": (8.5, 11)}  # inches
 
 
 @pytest.fixture(scope="module")
@@ -68,28 +62,3 @@ def test_no_page_scrolls_sideways_and_wide_screens_show_every_column(tab: Page, 
     if width > 390:
         assert tab.run("(box => box.scrollWidth <= box.clientWidth)(document.querySelector('.scroll'))")
     assert not tab.complaints()
-
-
-@pytest.mark.parametrize("paper", PAPER)
-def test_three_wide_charts_fit_a_printed_page_and_none_is_half_empty(tab: Page, paper: str, tmp_path: Path) -> None:
-    """Regression: each chart that did not fit left a gap of up to a page, since it stays with its caption."""
-    curve = {"method": "ET", "kind": "expert_threshold", "points": [[1, 5.0], [1000, 2.0]]}
-    drawn = [exhibit(f"Loss {n}", lambda: ("A caption.", draw_losses({"methods": [curve]}))) for n in range(9)]
-    passage = exhibit("Passage", lambda: ("A caption of two lines. " * 8, Figure((9, 12))))
-    narrow = [exhibit(f"Narrow {n}", lambda: ("A caption. " * 20, Figure((4.4, 3.2)))) for n in range(2)]
-    wide = table(["method", *(f"a column number {n}" for n in range(8))], [[LONG, *map(str, range(8))]], "Numbers")
-    body = [exhibits("Nine", drawn), exhibits("Passage", [passage]), exhibits("Pair", narrow), wide]
-    (tmp_path / "print.html").write_text(page("Print", body))
-    tab.go((tmp_path / "print.html").as_uri())
-    tab.until("document.querySelectorAll('figure').length === 12 && document.readyState === 'complete'")
-    width, height = PAPER[paper]
-    pdf = base64.b64decode(tab.send("Page.printToPDF", paperWidth=width, paperHeight=height)["data"])
-    assert len(re.findall(rb"/Type /Page\b", pdf)) == 4  # three of nine charts, one of the rest
-    inside = [round(96 * (length - 26 / 25.4)) for length in (width, height)]
-    tab.resize(*inside)
-    tab.send("Emulation.setEmulatedMedia", media="print")
-    heights = tab.run("[...document.querySelectorAll('figure')].map(each => each.getBoundingClientRect().height)")
-    assert max(heights) < inside[1] / 2
-    assert tab.run("document.documentElement.scrollWidth") == inside[0]
-    assert tab.run("getComputedStyle(document.querySelector('svg')).printColorAdjust") == "exact"
-    tab.send("Emulation.setEmulatedMedia", media="")

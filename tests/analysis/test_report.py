@@ -8,10 +8,10 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -59,33 +59,16 @@ def figures_for_expert_threshold_alone(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("without_figures")
 
 
-class Page(HTMLParser):
-    """Collects the content of a page; asserts that every element is closed where it should be."""
-
-    VOID = frozenset({"meta", "link", "wbr"})
+class Page:
+    """A page and its elements, without style and scripts. Fails unless every element is closed where it should be."""
 
     def __init__(self, html: str) -> None:
-        super().__init__()
         self.html = html
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.texts: dict[str, list[str]] = {}
-        self.feed(html)
-        self.close()
-        assert self.open == []
+        xml = re.sub(r"<!DOCTYPE html>|xlink:|<(style|script)\b.*?</\1>", "", html, flags=re.DOTALL)
+        self.root = ElementTree.fromstring(re.sub(r"<(meta|link)\b[^>]*", r"\g<0>/", xml))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-            self.texts.setdefault(tag, []).append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        for tag in self.open:
-            self.texts[tag][-1] += data
+    def texts(self, tag: str) -> list[str]:
+        return ["".join(element.itertext()) for element in self.root.iter(tag)]
 
 
 @pytest.fixture(scope="module")
@@ -105,28 +88,29 @@ def test_a_report_has_the_figures_that_the_rule_has_numbers_for_and_reasons_for_
     name: str, run: Callable[..., RunFolder]
 ) -> None:
     page = page_of(run(name))
-    assert set(page.texts["h3"]) == FIGURES[name]
-    assert len(page.texts["figcaption"]) == len(FIGURES[name])
-    for caption in page.texts["figcaption"]:
+    assert set(page.texts("h3")) == FIGURES[name]
+    assert len(page.texts("figcaption")) == len(FIGURES[name])
+    for caption in page.texts("figcaption"):
         assert re.search(r"\d", caption), caption
         assert "nan" not in caption
-    assert page.texts["h1"][0].startswith(name.replace("_", " ").capitalize())
-    assert {"Samples", "Configuration", "Learning"} <= set(page.texts["h2"])
+    assert page.texts("h1")[0].startswith(name.replace("_", " ").capitalize())
+    assert {"Samples", "Configuration", "Learning"} <= set(page.texts("h2"))
     reasons = {"dense": "no layer of this model has routed experts", "token_choice": "has no cutoffs"}
-    assert ("Left out" in page.texts["h2"]) == (name in reasons)
+    assert ("Left out" in page.texts("h2")) == (name in reasons)
     for title in (OF_EXPERTS | OF_CUTOFFS) - FIGURES[name]:
-        assert re.search(f"{title}[^.]*{reasons[name]}", page.texts["ul"][-1])
+        assert re.search(f"{title}[^.]*{reasons[name]}", page.texts("ul")[-1])
 
 
 def test_a_page_asks_no_other_host_and_runs_no_script_but_its_own(report: Page) -> None:
-    assert not {"iframe", "object", "embed"} & report.texts.keys()
-    *charts, script = report.texts["script"]
+    assert not {"iframe", "object", "embed"} & {element.tag for element in report.root.iter()}
+    *charts, script = re.findall(r"<script.*?>(.*?)</script>", report.html, flags=re.DOTALL)
     assert script.strip() == SCRIPT.strip()
     assert all(json.loads(chart) for chart in charts)
-    for tag, name, value in report.attributes:
-        if name in ("src", "href", "action", "data", "srcset"):
-            assert value.startswith(("data:", "#")), (tag, name, value)
-        assert not name.startswith("on"), (tag, name)
+    for element in report.root.iter():
+        for name, value in element.items():
+            if name in ("src", "href", "action", "data", "srcset"):
+                assert value.startswith(("data:", "#")), (element.tag, name, value)
+            assert not name.startswith("on"), (element.tag, name)
     assert "@import" not in report.html
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", report.html))
     without_samples = re.sub(r"<pre>.*?</pre>", "", report.html, flags=re.DOTALL)
@@ -134,14 +118,14 @@ def test_a_page_asks_no_other_host_and_runs_no_script_but_its_own(report: Page) 
 
 
 def test_text_of_samples_is_shown_and_not_obeyed(report: Page) -> None:
-    texts = report.texts["pre"]
+    texts = report.texts("pre")
     shown = SAMPLE.replace("\x00", "\ufffd").replace("\x0c", "\ufffd")
     assert texts[0] == f"step 8 {shown}"
     assert texts[1] == f"step 4 {shown}"
 
 
 def test_ids_are_unique_and_what_is_referred_to_exists(report: Page) -> None:
-    ids = [value for _, name, value in report.attributes if name == "id"]
+    ids = [element.get("id") for element in report.root.iterfind(".//*[@id]")]
     assert 0 < len(ids) == len(set(ids))
     assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', report.html)) <= set(ids)
 
@@ -154,9 +138,9 @@ def test_pages_and_figures_follow_the_theme(report: Page) -> None:
 
 
 def test_figures_are_named_for_those_who_do_not_see_them(report: Page) -> None:
-    named, images = ([v for *at, v in report.attributes if at == ["svg", name]] for name in ("aria-label", "role"))
-    assert len(named) == len(images)
-    assert {name.removeprefix("Chart: ") for name in named} == FIGURES["expert_threshold"]
+    named = {image.attrib["aria-label"].removeprefix("Chart: ") for image in report.root.iter("svg")}
+    assert named == FIGURES["expert_threshold"]
+    assert all(image.get("role") == "img" for image in report.root.iter("svg"))
 
 
 def test_the_same_records_make_the_same_page(report: Page, runs: Path, tmp_path: Path) -> None:
@@ -193,11 +177,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("missing", CHANGES)
 def test_a_run_has_a_report_whatever_is_missing(name: str, missing: str, run: Callable[..., RunFolder]) -> None:
     page = page_of(run(name, CHANGES[missing]))
-    shown = set(page.texts.get("h3", []))
+    shown = set(page.texts("h3"))
     assert shown <= {"Fanout"} if missing.startswith("every") else {"Loss"} <= shown <= FIGURES[name]
-    assert not any("nan" in caption for caption in page.texts.get("figcaption", []))
+    assert not any("nan" in caption for caption in page.texts("figcaption"))
     if missing == "every record":
-        assert "Loss: the run has not recorded its numbers yet" in page.texts["ul"][-1]
+        assert "Loss: the run has not recorded its numbers yet" in page.texts("ul")[-1]
 
 
 def test_a_figure_that_fails_is_named_and_the_others_are_shown(
@@ -206,8 +190,8 @@ def test_a_figure_that_fails_is_named_and_the_others_are_shown(
     monkeypatch.setattr(training.plot, "deviations", lambda *_, **__: 1 / 0)
     said: list[str] = []
     page = Page(write_report(run(), said.append).read_text(encoding="utf-8"))
-    assert set(page.texts["h3"]) == FIGURES["expert_threshold"]
-    assert len(page.texts["figcaption"]) == len(FIGURES["expert_threshold"]) - 1
+    assert set(page.texts("h3")) == FIGURES["expert_threshold"]
+    assert len(page.texts("figcaption")) == len(FIGURES["expert_threshold"]) - 1
     (line,) = said
     assert "Usage of each expert" in line
     assert "ZeroDivisionError" in line
@@ -222,7 +206,7 @@ def test_a_run_whose_scores_collapsed_has_every_figure(run: Callable[..., RunFol
             layer |= {"score_std": [0.0] * 4, "gate_std": [0.0] * 4}
         return record
 
-    assert len(page_of(run("expert_threshold", collapsed)).texts["figcaption"]) == len(FIGURES["expert_threshold"])
+    assert len(page_of(run("expert_threshold", collapsed)).texts("figcaption")) == len(FIGURES["expert_threshold"])
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -231,7 +215,7 @@ def test_events_are_reported(run: Callable[..., RunFolder]) -> None:
     folder.metrics.append({"step": 4, "split": "event", "event": "dead_expert", "layer": 2, "expert": 3})
     folder.metrics.append({"step": 5, "split": "event", "event": "skipped_step", "in_a_row": 1})
     folder.metrics.append({"step": 6, "split": "event", "event": "skipped_step", "in_a_row": 2})
-    text = " ".join(page_of(folder).texts["p"])
+    text = " ".join(page_of(folder).texts("p"))
     assert "expert 3 of layer 2 (up to step 4)" in text
     assert "steps 5, 6" in text
 

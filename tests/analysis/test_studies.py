@@ -43,11 +43,8 @@ def test_studies_have_unique_names_titles_and_docstrings() -> None:
 
 def test_the_tokens_for_a_loss_lie_on_the_line_between_two_validations() -> None:
     curve = {"points": [[100, 4.0], [200, 3.0], [300, 3.5], [400, 2.0]]}
-    assert _reached(curve, 3.25) == 175
-    assert _reached(curve, 2.5) == 350  # the rise between is not a loss that was lost
-    assert _reached(curve, 2.0) == 400
-    assert _reached(curve, 1.9) is None
-    assert _reached(curve, 4.1) is None  # it began below
+    losses = [4.1, 4.0, 3.25, 2.5, 2.0, 1.9]  # the rise between is not a loss that was lost
+    np.testing.assert_array_equal(_reached(curve, losses), [np.nan, 100, 175, 350, 400, np.nan])
 
 
 def test_the_gap_of_pools_is_between_losses_of_the_same_tokens(tmp_path: Path) -> None:

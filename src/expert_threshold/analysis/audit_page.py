@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 
 from .audit import CHANGES, Audit
-from .figures.plot import colour_scale, deviations, panels, whole_ticks
+from .figures.plot import colour_scale, deviations, panels
 from .figures.style import WIDE, Figure
 from .page import exhibit, exhibits, page, section, table, text
 from .sentences import fixed
@@ -67,7 +67,5 @@ def draw_loads(audit: Audit) -> Figure:
         for row, layer in zip(ratios, audit.layers, strict=True):
             row[: len(layer.load[name])] = np.array(layer.load[name]) / max(np.mean(layer.load[name]), 1e-12)
         colours = deviations(axes, ratios)
-        whole_ticks(axes.xaxis)
-        whole_ticks(axes.yaxis)
     colour_scale(every, colours, {-1: "½ mean", 0: "mean", 1: "2 × mean"})
     return figure

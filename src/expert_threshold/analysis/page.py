@@ -60,8 +60,6 @@ def _describe(error: Exception) -> str:
 
 
 DPI = 200  # of PNG files
-TALL = 0.8  # a figure with more height / width than this is text, and gets more of a printed page
-
 HERE = Path(__file__).parent
 CSS, SCRIPT = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
 COLOURS = {"page": ("#ffffff", "#14171a"), **THEME}
@@ -101,7 +99,8 @@ def section(title: str, *parts: str) -> str:
 
 def text(sentence: str, *, muted: bool = False) -> str:
     """Return a paragraph."""
-    return f"<p{' class=muted' if muted else ''}>{escape(sentence)}</p>"
+    kind = ' class="muted"' if muted else ""
+    return f"<p{kind}>{escape(sentence)}</p>"
 
 
 def facts(entries: Iterable[tuple[str, str]]) -> str:
@@ -171,8 +170,7 @@ def text_block(text: str) -> str:
 
 def _figure(name: str, exhibit: Exhibit, figure: Figure) -> str:
     drawn = svg(figure, re.sub(r"\W+", "-", name.lower()), f"Chart: {exhibit.title}")  # the caption describes it
-    width, height = figure.get_size_inches()
-    layout = f"{'wide' if width > NARROW else ''}{' tall' if height > TALL * width else ''}".strip()
+    layout = "wide" if figure.get_figwidth() > NARROW else ""
     files = values = ""
     if exhibit.files:
         kinds = {"png": "PNG", "svg": "SVG", "json": "data"}
@@ -184,7 +182,7 @@ def _figure(name: str, exhibit: Exhibit, figure: Figure) -> str:
         values = f'<details class="values"><summary>Values</summary></details>{script}'
     return (
         f'<figure class="{layout}"><h3>{escape(exhibit.title)}</h3>\n<div class="chart">{drawn}</div>\n'
-        f"<figcaption>{escape(exhibit.caption)}{files} <span class=scales></span></figcaption>{values}</figure>"
+        f'<figcaption>{escape(exhibit.caption)}{files} <span class="scales"></span></figcaption>{values}</figure>'
     )
 
 
@@ -242,5 +240,4 @@ def svg(figure: Figure, prefix: str, alt: str) -> str:
     assert box is not None
     inside = re.sub(r'(?:xlink:)?(\bid="|url\(#|href="#)', rf"\1{prefix}-", drawn[drawn.index(">", box.end()) + 1 :])
     shown = re.sub(r">\s*([^<]*?)\s*<", r">\1<", f">{inside}".strip())
-    # In print, the height of a chart is limited, and the chart stays on the left.
-    return f'<svg {box[0]} preserveAspectRatio="xMinYMin" role="img" aria-label="{escape(alt)}"{shown}'
+    return f'<svg {box[0]} role="img" aria-label="{escape(alt)}"{shown}'

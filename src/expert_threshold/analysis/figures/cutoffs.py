@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ from ..material import Material
 from ..plain import Data, NotShownError, array
 from ..records import Record, Run, expert_series, layer_series
 from ..sentences import each, listed, of_deviation, percent
-from .plot import expert_key, expert_lines, mark_warmup, marker, panels, step_axis, thin
+from .plot import expert_key, expert_lines, mark_warmup, marker, panels, thin
 from .study import Study, over_methods
-from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, Axes, Figure, strokes
+from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, Figure, strokes
 
 
 def cutoff_stability(material: Material) -> Data:
@@ -85,8 +85,11 @@ def draw_cutoff_stability(data: Data) -> Figure:
     }
     if any(entry["bound"] is not None for entry in methods):
         titles["bound"] = "experts at a capacity bound, all layers (%)"
-    figure, every = panels(WIDE, list(titles.values()), 1.3, columns=1, share=False, key=strokes(methods))
-    for axes, name, unit in _each(every, titles):
+    figure, every = panels(
+        WIDE, list(titles.values()), 1.3, columns=1, share=False, counts="step", key=strokes(methods)
+    )
+    for axes, (name, title) in zip(every, titles.items(), strict=True):
+        unit = _unit(title)
         late = []
         for entry, stroke in zip(methods, strokes(methods).values(), strict=True):
             if entry[name] is None:
@@ -184,8 +187,9 @@ def draw_warmup(data: Data) -> Figure:
     }
     if data["other_layer"] == data["layer"]:
         del titles["other_cutoff"]
-    figure, every = panels(WIDE, list(titles.values()), 1.3, columns=3, share=False, key=key)
-    for axes, name, unit in _each(every, titles):
+    figure, every = panels(WIDE, list(titles.values()), 1.3, columns=3, share=False, counts="step", key=key)
+    for axes, (name, title) in zip(every, titles.items(), strict=True):
+        unit = _unit(title)
         for entry, stroke in zip(methods, strokes(methods).values(), strict=True):
             if name == "cutoff":
                 axes.plot(*array(entry["batch_cutoff"]).T, **(faint | {"color": stroke["color"]}))
@@ -198,11 +202,8 @@ def draw_warmup(data: Data) -> Figure:
     return figure
 
 
-def _each(every: Sequence[Axes], titles: Mapping[str, str]) -> Iterator[tuple[Axes, str, int]]:
-    """Yield each panel with the name of its values and their unit, 100 for percent. Then put steps on its x axis."""
-    for axes, (name, title) in zip(every, titles.items(), strict=True):
-        yield axes, name, 100 if title.endswith("(%)") else 1
-        step_axis(axes)
+def _unit(title: str) -> int:
+    return 100 if title.endswith("(%)") else 1
 
 
 def say_warmup(data: Data) -> str:
@@ -247,13 +248,13 @@ def draw_capacity(data: Data) -> Figure:
     several = any(len(entry["raw_usage"]) > 1 for entry in methods)
     key = {**({"one layer": ONE_LAYER} if several else {}), **strokes(methods), "target": TARGET}
     titles = {"raw_usage": "usage before bounds (%)", "saturation": "saturation (%)", "starvation": "starvation (%)"}
-    figure, every = panels(WIDE, list(titles.values()), 1.5, columns=3, share=False, key=key)
-    for axes, name, unit in _each(every, titles):
+    figure, every = panels(WIDE, list(titles.values()), 1.5, columns=3, share=False, counts="step", key=key)
+    for axes, name in zip(every, titles, strict=True):
         for entry, stroke in zip(methods, strokes(methods).values(), strict=True):
             layers = [array(points).T for points in entry[name].values()]
             for steps, values in layers if several else []:
-                axes.plot(steps, unit * values, **(ONE_LAYER | {"color": stroke["color"], "alpha": 0.4}))
-            axes.plot(layers[0][0], unit * np.nanmean([values for _, values in layers], axis=0), **stroke)
+                axes.plot(steps, 100 * values, **(ONE_LAYER | {"color": stroke["color"], "alpha": 0.4}))
+            axes.plot(layers[0][0], 100 * np.nanmean([values for _, values in layers], axis=0), **stroke)
         axes.set_ylim(bottom=0)
     every[0].axhline(100 * methods[0]["target"], **TARGET)
     return figure
@@ -298,10 +299,11 @@ def draw_cutoffs_and_biases(data: Data) -> Figure:
     methods = data["methods"]
     titles = [f"{entry['method']}, {'cutoffs' if entry['of'] == 'cutoff' else '− bias'}" for entry in methods]
     colours = [stroke["color"] for stroke in strokes(methods).values()]
-    figure, every = panels(WIDE, titles, 1.4, "", f"score, layer {data['layer']}", colours=colours, least=1.3)
+    figure, every = panels(
+        WIDE, titles, 1.4, y=f"score, layer {data['layer']}", colours=colours, least=1.3, counts="step"
+    )
     for axes, entry in zip(every, methods, strict=True):
         expert_lines(axes, array(entry["steps"]), array(entry["values"]).T)
-        step_axis(axes)
     expert_key(every, max(len(entry["values"]) for entry in methods))
     return figure
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from statistics import fmean, stdev
 from typing import Any
 
@@ -19,8 +19,8 @@ from ..methods import options
 from ..plain import Data, NotShownError, array
 from ..records import Run, finite, late_loss, series
 from ..results import over_seeds
-from ..sentences import counted, each, listed, pool_size, short, signed
-from .plot import draw_key, marker, method_panels, name_lines, panels, single, smooth, step_axis
+from ..sentences import counted, each, listed, short, signed
+from .plot import draw_key, log2_axis, marker, method_panels, name_lines, panels, single, smooth
 from .study import Study, over_methods
 from .style import DASHED, INK, KINDS, METHODS, MUTED, NARROW, WIDE, Figure, strokes
 
@@ -93,14 +93,14 @@ def token_multiple(material: Material) -> Data:
     if len(found) < 2:
         raise NotShownError("it compares two or more methods, each validated at least twice")
     reference = next((run for run in found if run.kind == REFERENCE), found[0])
-    goals = _lowest(_curve(material.methods[reference.method]))
+    tokens, goals = _lowest(_curve(material.methods[reference.method]))
 
     def compute(run: Run) -> Data:
-        curve = _curve(material.methods[run.method])
-        points = [[tokens, tokens / needed] for tokens, loss in goals if (needed := _reached(curve, loss))]
-        if not points:
+        needed = _reached(_curve(material.methods[run.method]), goals)
+        reached = np.isfinite(needed)
+        if not reached.any():
             raise NotShownError(f"it never reached a validation loss of {reference.method}")
-        return {"points": points}
+        return {"points": np.stack([tokens, tokens / needed], axis=1)[reached]}
 
     return {"reference": reference.method, **over_methods([s for s in found if s is not reference], compute)}
 
@@ -118,19 +118,17 @@ def say_token_multiple(data: Data) -> str:
     return f"To reach the last loss that both reach, {data['reference']} needs {listed(parts)}."
 
 
-def _lowest(curve: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Return (tokens, lowest loss so far) at each validation."""
-    tokens, losses = zip(*curve["points"], strict=True)
-    return list(zip(tokens, np.minimum.accumulate(losses).tolist(), strict=True))
+def _lowest(curve: Data) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and the lowest loss so far at each validation."""
+    tokens, losses = np.array(curve["points"]).T
+    return tokens, np.minimum.accumulate(losses)
 
 
-def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
-    """Return the tokens at which the curve falls to a loss, or None if it never does or starts below it."""
-    points = _lowest(curve)
-    for (before, above), (after, below) in pairwise(points):
-        if above >= loss > below or above > loss >= below:
-            return before + (after - before) * (above - loss) / (above - below)
-    return None
+def _reached(curve: Data, losses: Any) -> np.ndarray:
+    """Return the tokens at which the curve falls to each loss, or NaN where it never does or starts below it."""
+    tokens, lowest = _lowest(curve)
+    reached: np.ndarray = np.interp(losses, lowest[::-1], tokens[::-1], np.nan, np.nan)
+    return reached
 
 
 def batch_size_scaling(material: Material) -> Data:
@@ -166,7 +164,7 @@ def draw_batch_size_scaling(data: Data) -> Figure:
     choice = sorted((entry for entry in data["methods"] if entry["pool"] is not None), key=lambda e: e["pool"])
     threshold = [entry for entry in data["methods"] if entry["pool"] is None]
     measured = any(entry["core"] is not None for entry in data["methods"])
-    pools = array([entry["pool"] for entry in choice])
+    pools = [entry["pool"] for entry in choice]
     (largest,) = strokes(choice[-1:]).values()
     train: dict[str, Any] = {"color": MUTED, "marker": "o"}
     held_out = train | {"color": largest["color"]}
@@ -183,8 +181,7 @@ def draw_batch_size_scaling(data: Data) -> Figure:
         if entry["core"] is not None:
             every[1].axhline(100 * entry["core"], **line)
     for axes in every:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(pools, [pool_size(entry["pool"]) for entry in choice])
+        log2_axis(axes, pools)
     return figure
 
 
@@ -221,7 +218,7 @@ def draw_train_against_validation(data: Data) -> Figure:
     key: dict[str, Any] = {"training": {"color": MUTED, "linestyle": "-"}, "validation": causal}
     if any(entry["pools_gap"] is not None for entry in data["methods"]):
         key["validation, routed by the pools of training"] = pools
-    figure, every = method_panels(WIDE, data["methods"], 1.4, "", "nats per token", key=key)
+    figure, every = method_panels(WIDE, data["methods"], 1.4, "", "nats per token", key=key, counts=TOKENS)
     seen = []
     for axes, entry, stroke in every:
         train, validation = array(entry["train"]), array(entry["validation"])
@@ -230,7 +227,6 @@ def draw_train_against_validation(data: Data) -> Figure:
         if entry["pools_gap"] is not None:
             axes.plot(validation[-1, 0], validation[-1, 1] - entry["pools_gap"], **pools)
         seen += [y for x, y in (*train, *validation) if x >= train[-1, 0] / 3]
-        step_axis(axes, TOKENS)
     low, high = np.nanmin(seen), np.nanmax(seen)
     room = 0.06 * (high - low)
     begin = max(entry["train"][-1][0] for entry in data["methods"]) / 3
@@ -253,7 +249,7 @@ def say_train_against_validation(data: Data) -> str:
 
 def _curves(methods: Sequence[Data], others: Sequence[Data], title: str, number: str, height: float, x: str) -> Figure:
     """Draw a line for each method, labelled with its name and last number, in front of the others in grey."""
-    figure, axes = single(WIDE, height, title)
+    figure, axes = single(WIDE, height, title, counts=x)
     grey: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "alpha": 0.4}
     if others:
         draw_key(figure, {counted(len(others), "other"): grey})
@@ -266,7 +262,6 @@ def _curves(methods: Sequence[Data], others: Sequence[Data], title: str, number:
         if any(entry.get("std", [])):
             low, high = (points[:, 1] + sign * array(entry["std"]) for sign in (-1, 1))
             axes.fill_between(points[:, 0], low, high, color=stroke["color"], alpha=0.15, linewidth=0)
-    step_axis(axes, x)
     # Start both axes at the second point of each line with three or more, since losses fall steeply at first.
     every = map(_points, (*methods, *others))
     late = np.concatenate([points[1:] if len(points) > 2 else points for points in every])

@@ -19,7 +19,7 @@ from ..measures import load_spread as spread_of
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import each, fixed, listed, percent, pool_size
-from .plot import draw_key, name_lines, panels, ratio_axis, rows_of, single
+from .plot import draw_key, log2_axis, name_lines, panels, ratio_axis, rows_of, single
 from .study import Study, of_each_method, over_methods
 from .style import MUTED, NARROW, WIDE, Figure, strokes
 
@@ -227,8 +227,7 @@ def draw_load_at_scale(data: Data) -> Figure:
     places = ("tokens per expert", tokens, 1), ("devices", devices, 1), ("devices", devices, 0)
     for axes, (label, ticks, least) in zip(every, places, strict=True):
         axes.set_xlabel(label, loc="right")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks[::2], [pool_size(tick) for tick in ticks[::2]])
+        log2_axis(axes, ticks[::2])
         axes.set_ylim(bottom=least)
     return figure
 

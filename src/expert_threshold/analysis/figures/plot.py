@@ -45,9 +45,9 @@ def thin(steps: np.ndarray, values: np.ndarray, lines: int = 1) -> tuple[np.ndar
     return steps[chosen], values[chosen]
 
 
-def single(width: float, height: float = 1.6, title: str = "", x: str = "") -> tuple[Figure, Axes]:
-    """Create one panel. height: approximate height of the axes."""
-    figure, (axes,) = panels(width, [title], height, x)
+def single(width: float, height: float = 1.6, title: str = "", x: str = "", counts: str = "") -> tuple[Figure, Axes]:
+    """Create one panel; see `panels`."""
+    figure, (axes,) = panels(width, [title], height, x, counts=counts)
     return figure, axes
 
 
@@ -63,14 +63,17 @@ def panels(
     least: float = PANEL,
     columns: int | None = None,
     share: bool = True,
+    counts: str = "",
 ) -> tuple[Figure, list[Axes]]:
     """Create a panel for each title, in rows.
 
     height: approximate height of each panel's axes. x, y: labels, with units, of the bottom and the leftmost panels.
     key: see `draw_key`. colours: the titles' colours. least: minimum width of a panel, unless `columns` is given.
-    share: share axes between panels; otherwise every panel has the label x.
+    share: share axes between panels; otherwise every panel has the label x. counts: a label x of counts, which are
+    written as 20k.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     gap = GAP if share else GAP + 0.35
     least = max([least, *(len(line) * CHARACTER for title in titles for line in title.split("\n"))])
@@ -85,9 +88,12 @@ def panels(
         axes.remove()
     for place, (axes, title) in enumerate(zip(every, titles, strict=True)):
         axes.set_title(title, color=colours[place] if colours else MUTED)
+        if counts:
+            whole_ticks(axes.xaxis)
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         if not share or place >= len(every) - columns:
             axes.tick_params(labelbottom=True)
-            axes.set_xlabel(x, loc="right")
+            axes.set_xlabel(counts or x, loc="right")
         if place % columns == 0:
             axes.set_ylabel(y)
     if key:
@@ -203,6 +209,8 @@ def cells(axes: Axes, values: np.ndarray, colours: Any, low: float, high: float,
 
     axes.grid(False)
     axes.spines[:].set_visible(True)
+    whole_ticks(axes.xaxis)
+    whole_ticks(axes.yaxis)
     scale = LinearSegmentedColormap.from_list("", colours).with_extremes(bad=(*GREY, 0.3))
     return axes.imshow(values, scale, vmin=low, vmax=high, aspect="auto", interpolation="none", **options)
 
@@ -223,16 +231,6 @@ def expert_key(every: Sequence[Axes], count: int) -> None:
     colours = ScalarMappable(Normalize(-0.5, count - 0.5), ListedColormap(expert_colours(count)))
     ticks = sorted({0, (count - 1) // 2, count - 1})
     colour_scale(every, colours, {tick: f"expert {tick}" for tick in ticks}).invert_yaxis()
-
-
-def step_axis(axes: Axes, label: str = "step") -> None:
-    """Format the x axis as counts such as 20k, and label it unless a panel below shares it."""
-    from matplotlib.ticker import EngFormatter
-
-    whole_ticks(axes.xaxis)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if axes.xaxis.get_tick_params()["labelbottom"]:
-        axes.set_xlabel(label, loc="right")
 
 
 def whole_ticks(axis: Any) -> None:

@@ -15,7 +15,7 @@ from ..material import Material
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import each, listed, signed
-from .plot import log_ticks, method_panels, panels
+from .plot import log2_axis, log_ticks, method_panels, panels
 from .study import Study, of_each_method
 from .style import DASHED, GRID, INK, MUTED, SMALL, WIDE, Figure, strokes
 
@@ -150,9 +150,8 @@ def draw_cutoff_law(data: Data) -> Figure:
             axes.plot(tokens, np.exp(np.mean(np.log(laws), axis=0)), **DASHED)
     sizes = sorted({size for entry in methods for size in entry["tokens"]})
     ticks = sizes[:: -(-len(sizes) // 6)]
-    every[0].set_xscale("log", base=2)  # shared, like the settings below
+    log2_axis(every[0], ticks, "{:,}".format)  # shared, like the settings below
     every[0].set_yscale("log")
-    every[0].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     log_ticks(every[0].yaxis)
     return figure
 

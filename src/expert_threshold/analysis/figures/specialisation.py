@@ -17,7 +17,7 @@ from ..measures import expert_token_ratio, mutual_information
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import counted, each, listed, percent
-from .plot import PANEL, Strokes, colour_scale, heat, panels, whole_ticks
+from .plot import PANEL, Strokes, colour_scale, heat, panels
 from .study import Study, over_methods
 from .style import INK, MUTED, SMALL, WIDE, Axes, Figure, expert_colours, monospaced, strokes
 
@@ -59,10 +59,8 @@ def draw_specialisation(data: Data) -> Figure:
     figure, every = panels(WIDE, list(shown), max(0.13 * layers, 0.6), "expert", "layer", colours=colours)
     for axes, (entry, domain) in zip(every, shown.values(), strict=True):
         drawn = heat(axes, array(entry["ratios"][domain]), 0, most)
-        axes.set_yticks(range(len(entry["layers"])), entry["layers"])
-        whole_ticks(axes.xaxis)
-    if layers > 6:
-        whole_ticks(every[0].yaxis)
+        every_nth = -(-layers // 6)
+        axes.set_yticks(range(0, len(entry["layers"]), every_nth), entry["layers"][::every_nth])
     colour_scale(every, drawn, {0: "0 %", most: f"{100 * most:.0f} %"})
     return figure
 

@@ -22,11 +22,10 @@ LATE = 0.75
 
 
 def draw_loss(run: Run) -> Figure:
-    figure, axes = plot.single(WIDE, 2, "cross-entropy (nats per token)")
+    figure, axes = plot.single(WIDE, 2, "cross-entropy (nats per token)", counts="step")
     raw = series(run.train, "cross_entropy")
     plot.line(axes, raw, label="training", **RAW)
     trained = plot.line(axes, plot.smooth(raw), ACCENT, label="training, running mean")
-    plot.step_axis(axes)
     dots = {"marker": "o", "linestyle": "none", "markersize": 4}
     measured = plot.line(axes, series(run.validation, "loss"), INK, label="validation", **dots)
     plot.name_lines(axes, [trained, measured], "{:.3f}")
@@ -67,15 +66,13 @@ def layer_lines(key: str, run: Run, split: str = "train") -> dict[str, list[tupl
 
 def draw_usage(run: Run) -> Figure:
     shares = expert_series(run.train, "usage")
-    figure, every = plot.panels(WIDE, [f"layer {layer}, expert" for layer in shares], 1.5, least=1.4)
+    figure, every = plot.panels(WIDE, [f"layer {layer}, expert" for layer in shares], 1.5, least=1.4, counts="step")
     for axes, (steps, values) in zip(every, shares.values(), strict=True):
         columns = np.linspace(steps[0], steps[-1], min(len(steps), plot.LONGEST))
         nearest = np.abs(steps[None, :] - columns[:, None]).argmin(1)
         half = max((steps[-1] - steps[0]) / max(len(columns) - 1, 1), 1) / 2
         extent = (steps[0] - half, steps[-1] + half, values.shape[1] - 0.5, -0.5)
         drawn = plot.deviations(axes, values[nearest].T / run.target, extent=extent)
-        plot.whole_ticks(axes.yaxis)
-        plot.step_axis(axes)
     plot.colour_scale(every, drawn, {-1: "½ target", 0: "target", 1: "2 × target"})
     return figure
 
@@ -99,13 +96,12 @@ def say_usage(run: Run) -> str:
 
 def draw_load_spread(run: Run) -> Figure:
     """Draw the largest load / mean load of each layer over steps: lines for training, dots for validation."""
-    figure, axes = plot.single(WIDE, title="largest load / mean load; dots: validation")
+    figure, axes = plot.single(WIDE, title="largest load / mean load; dots: validation", counts="step")
     dots = layer_lines("load_spread", run, "validation")
     for (name, points), colour in zip(dots.items(), layer_colours(len(dots)), strict=True):
         plot.line(axes, points, colour, marker="o", linestyle="none", markersize=4, label=f"{name}, validation")
     plot.named_lines(axes, layer_lines("load_spread", run))
     plot.ratio_axis(axes)
-    plot.step_axis(axes)
     plot.mark_warmup(axes, run.warmup_steps)
     return figure
 
@@ -142,14 +138,13 @@ def say_fanout(run: Run) -> str:
 def draw_cutoffs(run: Run) -> Figure:
     """Draw each expert's cutoff (the running mean, coloured) over its batch cutoffs (grey), for each layer."""
     means, batches = expert_series(run.train, "cutoff"), expert_series(run.train, "batch_cutoff")
-    figure, every = plot.panels(WIDE, [f"layer {layer}, score" for layer in means], 1.7, least=1.4)
+    figure, every = plot.panels(WIDE, [f"layer {layer}, score" for layer in means], 1.7, least=1.4, counts="step")
     lines = sum(values.shape[1] for _, values in (*means.values(), *batches.values()))
     for axes, layer in zip(every, means, strict=True):
         if layer in batches:
             steps, values = plot.thin(*batches[layer], lines)
             axes.plot(steps, values, color=MUTED, alpha=0.35, linewidth=0.7, **plot.marker(len(steps)))
         plot.expert_lines(axes, *plot.thin(*means[layer], lines))
-        plot.step_axis(axes)
         plot.mark_warmup(axes, run.warmup_steps, labelled=axes is every[0])
     plot.expert_key(every, max(values.shape[1] for _, values in means.values()))
     return figure
@@ -217,7 +212,7 @@ def lines_chart(
         return {name: [(x, unit * y) for x, y in points] for name, points in found.items() if finite(points)}
 
     def draw(run: Run) -> Figure:
-        figure, axes = plot.single(NARROW, title=panel)
+        figure, axes = plot.single(NARROW, title=panel, counts=x)
         shown: Mapping[str, Points] = known(run)
         if isinstance(lines, str):
             plot.line(axes, shown[panel], label=panel, **RAW)
@@ -230,7 +225,6 @@ def lines_chart(
         elif scale == "from 0":
             axes.set_ylim(-0.03 * axes.get_ylim()[1], axes.get_ylim()[1])  # a line at 0 is drawn in full
             axes.yaxis.set_major_formatter("{x:,.10g}")
-        plot.step_axis(axes, x)
         if share:
             plot.mark_warmup(axes, run.warmup_steps)
         return figure
