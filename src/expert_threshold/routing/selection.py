@@ -7,8 +7,7 @@ that takes exactly k tokens; a cutoff c is the cut (c, -1), which takes the toke
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -113,33 +112,6 @@ def _kth_largest_by_sorting(scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, 
     return torch.stack([cut.score for cut in cuts]), torch.stack([cut.last for cut in cuts])
 
 
-def _by_partition(rows: np.ndarray, k: int) -> np.ndarray:
-    return np.partition(rows, rows.shape[1] - k)[:, rows.shape[1] - k :]
-
-
-def _by_topk(rows: np.ndarray, k: int) -> np.ndarray:
-    return torch.from_numpy(rows).topk(k, sorted=False).values.numpy()
-
-
-WAYS: list[Callable[[np.ndarray, int], np.ndarray]] = [_by_partition, _by_topk]
-"""Ways to find the k largest of each row, in any order. All return the same numbers."""
-
-
-@cache
-def _quickest(rows: int, tokens: int, k: int) -> Callable[[np.ndarray, int], np.ndarray]:
-    """Return the fastest implementation for this shape, as measured on this machine. The speed of numpy differs sixfold
-    between processors, since it has vector code for only some of them.
-    """
-    numbers = np.random.default_rng(0).standard_normal((rows, tokens), np.float32)
-
-    def seconds(way: Callable[[np.ndarray, int], np.ndarray]) -> float:
-        start = time.perf_counter()
-        way(numbers, k)
-        return time.perf_counter() - start
-
-    return min(WAYS, key=lambda way: min(seconds(way) for _ in range(3)))
-
-
 CACHED = 2**17  # scores in one block, few enough to stay in a core's cache
 
 
@@ -155,7 +127,7 @@ def _kth_largest_in_linear_time(scores: Tensor, ks: Sequence[int]) -> tuple[Tens
         block = top = columns[start : start + width]
         for row in widest_first:  # each k is selected among the tokens left by the next larger k
             if ks[row] < top.shape[1]:
-                top = _quickest(*top.shape, ks[row])(top, ks[row])
+                top = np.partition(top, -ks[row], axis=1)[:, -ks[row] :]
             kth = np.fmin.reduce(top, axis=1, keepdims=True) + 0.0  # NaN counts as the largest; -0.0 becomes 0.0
             # Positions of all tokens with the k-th score; the extra one is for NaN, which equals nothing.
             ties = np.append(np.flatnonzero(block == kth), -1)
