@@ -241,48 +241,6 @@ def delay(keys: Tensor) -> Tensor:
     return torch.cat((fast, F.pad(slow[..., :-1, :, :], (0, 0, 0, 0, 1, 0))), -1).flatten(-2)
 
 
-QUERIES_PER_BLOCK = 256
-
-
-class _CausalAttention(torch.autograd.Function):
-    """Causal softmax(q kᵀ / √head_dim) v, which saves the probabilities. q, k, v: (batch · heads, time, head_dim).
-
-    Each block of queries uses only the keys between the start of the first query's window and the end of the block.
-    This is used for bfloat16 on CPUs without our kernels, where torch's fused attention is slower, unlike in float32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        y, probabilities = [], []
-        for start in range(0, q.shape[1], QUERIES_PER_BLOCK):
-            rows = q[:, start : start + QUERIES_PER_BLOCK]
-            end = start + rows.shape[1]
-            first = 0 if window is None else max(start - window, 0)
-            positions = torch.arange(end, device=q.device)
-            mask = _mask(positions[start:, None], positions[first:], window, q.dtype)
-            p = torch.baddbmm(mask, rows, k[:, first:end].mT, alpha=q.shape[2] ** -0.5).softmax(-1)
-            y.append(p @ v[:, first:end])
-            probabilities.append(p)
-        ctx.save_for_backward(q, k, v, *probabilities)
-        return torch.cat(y, 1)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
-        q, k, v, *probabilities = ctx.saved_tensors
-        dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
-        end = 0
-        for p in probabilities:
-            start, end = end, end + p.shape[1]
-            seen = slice(end - p.shape[2], end)
-            dys = dy[:, start:end]
-            dv[:, seen] += p.mT @ dys
-            ds = torch._softmax_backward_data(dys @ v[:, seen].mT, p, -1, p.dtype).mul_(q.shape[2] ** -0.5)
-            dq.append(ds @ k[:, seen])
-            dk[:, seen] += ds.mT @ q[:, start:end]
-        return torch.cat(dq, 1), dk, dv, None
-
-
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels that support a growing cache. cuDNN, torch's first choice on Hopper, would make a plan for every length."""
 
@@ -295,10 +253,6 @@ def attend(
     to every key. grows: whether the number of keys changes with every call.
     """
     causal = mask is None and q.shape[2] > 1
-    if q.is_cpu and q.dtype == torch.bfloat16 and causal:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) if t.shape[1] != q.shape[1] else t for t in (k, v))
-        y: Tensor = _CausalAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)), window)
-        return y.view(q.shape)
     if causal and window is not None and window + 1 < q.shape[2]:
         if has_flash(q):
             return _within_window(q, k, v, window)

@@ -11,7 +11,7 @@ import torch
 
 from ..kernels.cpu.blocks import GROUP, NUMBERS_PER_CHUNK, override
 from ..moe.backends.static import in_one_kernel
-from .attention import QUERIES_PER_BLOCK
+from ..moe.experts import HIDDEN_PER_BLOCK
 from .cross_entropy import LOGITS_PER_CHUNK
 from .gpt import GPTConfig
 
@@ -112,10 +112,7 @@ def _layer(config: GPTConfig, step: Step, layer: int) -> _Layer:
     # the value embeddings looked up, and pre-activations.
     kept, masks = 5 * width + (2 + table) * values + ups * hidden, 0
     window = config.window(layer)
-    if not attends_by_kernel and not step.gpu and step.dtype == torch.bfloat16:  # copies, and probabilities
-        seen = config.context if window is None else window + QUERIES_PER_BLOCK
-        kept += 3 * width + config.heads * min((config.context + QUERIES_PER_BLOCK) // 2, seen)
-    elif not attends_by_kernel:  # rotated queries and keys; on a GPU, the output in another layout
+    if not attends_by_kernel:  # rotated queries and keys; on a GPU, the output in another layout
         kept += width + (1 + config.has_key_offset(layer)) * values + step.gpu * width
         masks = 0 if window is None else config.context**2 * size
     backward = max(8 * width, 3 * width + 2 * hidden * at_once) * step.tokens * size
@@ -126,9 +123,14 @@ def _layer(config: GPTConfig, step: Step, layer: int) -> _Layer:
         weights += rule.num_experts * (1 + ups) * width * d_expert
         row = ups * d_expert + (2 * width + d_expert if step.dispatch == "reference" else 0)
         dispatch = step.rows * (row * size + 4 * INT64) + step.tokens * rule.num_scores * 2 * FLOAT32
-        blocks = step.dispatch == "grouped" and not step.gpu
-        of_row = 4 * width if blocks else 3 * width + (1 + ups) * d_expert
-        backward = max(backward, (step.rows * of_row + 3 * step.tokens * width) * size)
+        by_blocks = step.dispatch == "grouped" and not step.gpu
+        of_row = 4 * width if by_blocks else 3 * width + (1 + ups) * d_expert
+        peak = (step.rows * of_row + 3 * step.tokens * width) * size
+        if by_blocks:  # a block's activations, widened for sums; the backward of shared experts is over
+            widened = 0 if size == FLOAT32 else FLOAT32
+            peak += min(step.rows * d_expert, HIDDEN_PER_BLOCK) * (2 * size + widened)
+            peak -= ups * hidden * step.tokens * size
+        backward = max(backward, peak)
     casts = weights if size < FLOAT32 else (width + 2 * values) * width
     return _Layer(
         Memory(kept * step.tokens * size + masks, dispatch, casts=casts * size),
