@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expert_threshold.moe import Experts, FeedForward, MoE, Router
-from expert_threshold.moe.backends import BY_NAME, reference
+from expert_threshold.moe.backends import BACKENDS, reference
 from expert_threshold.routing import ExpertThreshold
 
 BATCHED_MM_LIMIT = 2**28  # bytes of weights that `batched_mm` may copy, one matrix for every row
@@ -358,7 +358,7 @@ def contestants() -> dict[str, Callable[[Case], Entry]]:
         "scattermoe": scattermoe,
         "megablocks": megablocks,
         "sonicmoe": sonicmoe,
-        **{f"ours {name}": ours(name) for name in BY_NAME if name != "auto"},
+        **{f"ours {name}": ours(name) for name in BACKENDS if name != "auto"},
     }
 
 

@@ -29,7 +29,7 @@ from expert_threshold.cli.options import EVERYDAY, Option, flag_of, parse, show
 from expert_threshold.cli.run_options import resolve_run, run_options
 from expert_threshold.config import KINDS, RUNS, resolve
 from expert_threshold.files import new_folder
-from expert_threshold.moe.backends import BY_NAME
+from expert_threshold.moe import BACKENDS
 from expert_threshold.option import Bounds, alternatives, convert
 from expert_threshold.recipes import methods
 from expert_threshold.routing import RULES, TokenChoice, option
@@ -100,7 +100,7 @@ def test_help_lists_the_names_that_stand_in_lists_and_every_dispatch() -> None:
     for command, names in (("compare", list(methods())), ("analyze", [study.name for study in FIGURES])):
         assert set(names) <= set(re.split(r"[^\w-]+", HELP[command][0]))
     kind = next(option.kind for option in HELP["train"][1] if option.name == "model.dispatch")
-    assert {name for name, _ in alternatives(kind)} == set(BY_NAME)
+    assert {name for name, _ in alternatives(kind)} == set(BACKENDS)
 
 
 def test_an_option_that_is_any_text_refuses_none() -> None:

@@ -21,7 +21,7 @@ from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.kernels.segments import segments
 from expert_threshold.moe import BACKENDS, Experts, FeedForward, backends
-from expert_threshold.moe.backends import BY_NAME, FEW, auto, backend_named
+from expert_threshold.moe.backends import FEW, auto
 from expert_threshold.moe.backends.grouped import Plan, form_groups, most_slots
 from expert_threshold.moe.backends.static import PADDING_PER_BAG, is_native, sum_by_token
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, _FeedForwardFunction, plain
@@ -108,15 +108,6 @@ def test_every_backend_meets_every_requirement(
     require(BACKENDS[name], case(fanout(8, EXPERTS, 2), activation))
 
 
-def test_every_backend_but_expert_parallel_is_chosen_by_name() -> None:
-    assert set(BY_NAME) == {"auto", *BACKENDS} - {"expert_parallel"}
-    assert all(backend.name == name for name, backend in (BACKENDS | BY_NAME).items())
-    with pytest.raises(ValueError, match="dispatch='expert_parallel' is unknown"):
-        backend_named("expert_parallel")
-    with pytest.raises(ValueError, match="dispatch='expert_parallel' needs experts split over ranks"):
-        BACKENDS["expert_parallel"](*case(fanout(4, EXPERTS, 1))[:4])
-
-
 @pytest.mark.parametrize("name", [*NAMES, "auto"])
 def test_what_shared_experts_make_is_added_and_a_hook_on_them_fires(name: str) -> None:
     given_case, shared = case(fanout(6, EXPERTS, 2)), FeedForward(8, 12)
@@ -125,7 +116,7 @@ def test_what_shared_experts_make_is_added_and_a_hook_on_them_fires(name: str) -
     shared.register_forward_hook(lambda *_: called.append(True))
     assert not plain(shared)
     expected = BACKENDS["reference"](*given_case[:4]) + feed_forward_by_hand(shared, given_case.x)
-    torch.testing.assert_close(BY_NAME[name](*given_case[:4], shared), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(BACKENDS[name](*given_case[:4], shared), expected, atol=1e-6, rtol=1e-5)
     assert called
 
 

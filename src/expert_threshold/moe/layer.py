@@ -13,7 +13,7 @@ from ..kernels import as_autocast, no_autocast
 from ..kernels.activation import ActivationName
 from ..option import Count, NonNegative, NonNegativeInt, require_kind
 from ..routing import Observation, Routing, Rule
-from .backends import DispatchName, backend_named
+from .backends import BACKENDS, DispatchName
 from .experts import Experts, FeedForward
 from .router import Router, RoutingHistory
 
@@ -57,7 +57,7 @@ class MoE(nn.Module):
         require_kind("activation", activation, ActivationName)
         require_kind("gate_norm", gate_norm, GateNorm | None)
         require_kind("z_loss", z_loss, NonNegative | None)
-        self.dispatch = backend_named(dispatch)
+        self.dispatch = BACKENDS[dispatch]
         self.gate_norm = gate_norm
         self.router = Router(d_model, rule, z_loss)
         self.experts = Experts(rule.num_experts, d_model, d_expert, activation)

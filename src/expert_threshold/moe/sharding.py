@@ -5,9 +5,16 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-from .backends import BACKENDS
-from .backends.expert_parallel import OwnExperts
+from .backends import Backend
+from .backends.expert_parallel import OwnExperts, expert_parallel_sum
 from .layer import MoE
+
+
+class ExpertParallel(Backend):
+    """Sends tokens to the ranks that own their experts, as `OwnExperts`, where the layer's backend computes them."""
+
+    name = "expert_parallel"
+    routed_sum = staticmethod(expert_parallel_sum)
 
 
 def shard_experts(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -28,7 +35,7 @@ def shard_experts(module: nn.Module, group: dist.ProcessGroup) -> None:
             raise ValueError("experts are already split; call shard_experts only once")
     for layer in layers:
         layer.experts = OwnExperts(layer.experts, layer.dispatch, group)
-        layer.dispatch = BACKENDS["expert_parallel"]
+        layer.dispatch = ExpertParallel()
 
 
 def require_even_split(num_experts: int, ranks: int) -> None:

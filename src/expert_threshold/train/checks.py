@@ -15,8 +15,7 @@ from ..distributed import local_batch, mesh_sizes
 from ..errors import needs_data
 from ..files import corrupted_file_error
 from ..model import GPTConfig
-from ..moe import Experts, Router
-from ..moe.backends import backend_named
+from ..moe import BACKENDS, Experts, Router
 from ..moe.sharding import require_even_split
 from ..runs import Checkpoint, RunFolder
 from .budget import Budget
@@ -40,7 +39,7 @@ def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
     x = torch.zeros(0, model.d_model, dtype=pick_dtype(config.dtype, device), device=device)
     with torch.device("meta"):
         experts = Experts(1, model.d_model, model.d_expert, model.activation)
-    backend_named(model.dispatch).require(x, experts)
+    BACKENDS[model.dispatch].require(x, experts)
     if config.threads is not None:
         require_few(config.threads)
     require_split(model, config, ranks)

@@ -16,7 +16,6 @@ from ...kernels.activation import ActivationName
 from ...kernels.cpu import TILE, available, reason
 from ...kernels.cpu.blocks import FEWEST_ROWS, OVERRIDES, override
 from ..experts import Experts, FeedForward, plain, up_project
-from .expert_parallel import OwnExperts, expert_parallel_sum
 from .grouped import grouped_sum
 from .static import is_native, static_sum
 
@@ -199,16 +198,6 @@ class Triton(Backend):
         return routed_sum(x, gates, assignment, experts.ups(x.dtype), experts.down.to(x.dtype), rows)
 
 
-class ExpertParallel(Backend):
-    """Sends tokens to the ranks that own their experts, as `OwnExperts`, in the group."""
-
-    name = "expert_parallel"
-    routed_sum = staticmethod(expert_parallel_sum)
-
-    def why_not(self, x: Tensor, experts: Experts) -> str | None:
-        return None if isinstance(experts, OwnExperts) else "needs experts split over ranks; call shard_experts"
-
-
 class Auto(Backend):
     """Delegates every call to the most specialised backend that pays off. In training on a GPU, it measures both that
     backend and `triton` and delegates to the faster one.
@@ -290,22 +279,11 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 auto, reference = Auto(), Reference()
-
-# From the definition to the most specialised.
-_ALL: tuple[Backend, ...] = (reference, Grouped(), Static(), Cpu(), Triton(), ExpertParallel())
+_ALL: tuple[Backend, ...] = (auto, reference, Grouped(), Static(), Cpu(), Triton())
 BACKENDS = {backend.name: backend for backend in _ALL}
-
-# `expert_parallel` cannot be chosen by name, since splitting the experts of a layer wraps its backend in it.
-BY_NAME = {name: backend for name, backend in {"auto": auto, **BACKENDS}.items() if name != "expert_parallel"}
+"""The backends by name, from the definition to the most specialised, after `auto`."""
 
 if TYPE_CHECKING:
     DispatchName = str
 else:  # derived from the table, so that command lines offer every backend
-    DispatchName = Literal[tuple(BY_NAME)]
-
-
-def backend_named(name: str) -> Backend:
-    """Return the backend called `name`. Raises ValueError if there is none."""
-    if name not in BY_NAME:
-        raise ValueError(f"dispatch={name!r} is unknown; use one of {', '.join(BY_NAME)}")
-    return BY_NAME[name]
+    DispatchName = Literal[tuple(BACKENDS)]
