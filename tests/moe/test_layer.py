@@ -121,7 +121,7 @@ def test_divided_by_the_fanout_the_gates_of_a_token_without_experts_spread_no_na
 
 
 NONSENSE: dict[str, tuple[Any, ...]] = {
-    "dispatch": ("fast", None), "activation": ("gelu", ["relu2"]), "gate_norm": ("sum",),
+    "dispatch": ("fast", "expert_parallel", None), "activation": ("gelu", ["relu2"]), "gate_norm": ("sum",),
     "rule": (None, ExpertThreshold), "shared_experts": (-1, 1.0, True), "d_expert": (0, 2.5), "d_model": (-8,),
     "z_loss": (-0.1, float("nan"), float("inf"), "0.1"),
 }  # fmt: skip
@@ -230,7 +230,7 @@ def test_forward_leaves_the_state_alone_and_update_moves_it_in_place(rule: Rule)
     moe.router.update(observation)
     assert_same_state(moe, expected._asdict())
     assert [value.data_ptr() for value in moe.router.state] == addresses
-    moe.router.reset_state()
+    moe.router.state = rule.init()
     assert_same_state(moe, rule.init()._asdict())
     assert [value.data_ptr() for value in moe.router.state] == addresses
 

@@ -56,5 +56,5 @@ def calibrate(
         if problem := scores_not_finite(observation, f"layer {layer}"):
             raise ValueError(f"{problem}; calibrate an earlier checkpoint")
     for router, observation in zip(routers, observations, strict=True):
-        router.calibrate(observation)
+        router.state = router.rule.calibrated(router.state, observation)
     return observations

@@ -105,7 +105,7 @@ class Router(nn.Module):
         """Draw the weight and reset the state, in place. On the meta device, do nothing."""
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
-            self.reset_state()
+            self.state = self.rule.init()
 
     def forward(self, x: Tensor, pasts: Sequence[RoutingHistory] | None = None, mask: Tensor | None = None) -> Routing:
         """Return the routing of x (batch, time, d_model). The rule's state changes only in `update`.
@@ -183,8 +183,13 @@ class Router(nn.Module):
 
     @property
     def state(self) -> Any:
-        """The rule's state, a NamedTuple whose tensors share memory with the buffers."""
+        """The rule's state, a NamedTuple whose tensors share memory with the buffers. Assigning a state copies it."""
         return self._state_type(*(getattr(self, f"state_{name}") for name in self._state_type._fields))
+
+    @state.setter
+    def state(self, state: Iterable[Tensor]) -> None:
+        for old, new in zip(self.state, state, strict=True):
+            old.copy_(new)
 
     def at_rate(self, rate: float | None) -> Any:
         """Return the state for which the mean fanout at inference is `rate`, or the trained state if `rate` is None.
@@ -208,21 +213,7 @@ class Router(nn.Module):
         """
         finite = all_finite(observation.tensors().values())
         moved = self.rule.update(self.state, observation)
-        self._assign(new.where(finite, old) for old, new in zip(self.state, moved, strict=True))
-
-    @torch.no_grad()
-    def calibrate(self, observation: Observation) -> None:
-        """Set the thresholds in place from an observation of expert choice. Raises ValueError if the rule has none."""
-        self._assign(self.rule.calibrated(self.state, observation))
-
-    @torch.no_grad()
-    def begin_run(self, experts_per_token: float) -> None:
-        """Start a new run in place from the current state, whose rule had `experts_per_token`; reset step counts."""
-        self._assign(self.rule.begin_run(self.state, experts_per_token))
-
-    def reset_state(self) -> None:
-        """Reset the state to its value before the first step, in place."""
-        self._assign(self.rule.init())
+        self.state = [new.where(finite, old) for old, new in zip(self.state, moved, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the contents of a copy or pickle: everything except the group, which belongs to this process."""
@@ -234,10 +225,6 @@ class Router(nn.Module):
             if (loaded := state_dict.get(f"{prefix}state_{name}")) is not None:
                 state_dict[f"{prefix}state_{name}"] = loaded.to(value.dtype)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _assign(self, state: Iterable[Tensor]) -> None:
-        for old, new in zip(self.state, state, strict=True):
-            old.copy_(new)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Move the state between devices without casting it, and initialise it when it leaves the meta device."""

@@ -343,7 +343,7 @@ def _load_initial(gpt: GPT, source: RunFolder) -> str:
     said = [f"starts from the weights and the tokenizer of {source.path}, step {saved.step}"]
     for _, moe in gpt.moe_layers():
         assert theirs.rule is not None
-        moe.router.begin_run(theirs.rule.experts_per_token)
+        moe.router.state = moe.router.rule.begin_run(moe.router.state, theirs.rule.experts_per_token)
     for layer, moe in gpt.moe_layers()[:1]:  # all layers have the same rule
         router, rule = moe.router, moe.router.rule
         assert theirs.rule is not None
