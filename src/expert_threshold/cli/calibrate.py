@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> None:
     rule = model.config.rule
     assert rule is not None
     if options["experts_per_token"] is not None:
-        rule = replace(rule, experts_per_token=options["experts_per_token"])  # type: ignore[type-var]
+        rule = replace(rule, experts_per_token=options["experts_per_token"])
     if options["data"] is None:
         corpus = validation_text(source, "pass another text with --data")
     else:

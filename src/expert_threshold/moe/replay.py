@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -68,12 +69,12 @@ def decide(model: nn.Module, capture: Capture, rate: float | None = None) -> tup
     return assignment, gates
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Replayed(Rule):
     """A rule whose assignment (batch, time, experts) is given; its gates are computed from the current scores."""
 
-    def __init__(self, rule: Rule, assignment: Tensor) -> None:
-        self.rule, self.assignment = rule, assignment
-        self.num_experts, self.experts_per_token = rule.num_experts, rule.experts_per_token
+    rule: Rule
+    assignment: Tensor
 
     @property
     def num_scores(self) -> int:
@@ -111,10 +112,11 @@ def replay(model: nn.Module, captures: Sequence[Capture]) -> Iterator[None]:
     rules = [router.rule for router in found]
     try:
         for layer, router in enumerate(found):
-            assignment = torch.zeros(len(captures), longest, router.rule.num_experts, dtype=torch.bool)
+            experts, device = router.rule.num_experts, router.weight.device
+            assignment = torch.zeros(len(captures), longest, experts, dtype=torch.bool, device=device)
             for row, capture in zip(assignment, captures, strict=True):
                 row[: len(capture.tokens)] = capture.assignment[layer]
-            router.rule = _Replayed(router.rule, assignment.to(router.weight.device))
+            router.rule = _Replayed(num_experts=experts, rule=router.rule, assignment=assignment)
         yield
     finally:
         for router, rule in zip(found, rules, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..option import Count, Decay, NonNegativeInt, option
+from ..option import Decay, NonNegativeInt, option
 from .cutoffs import ByCutoff, CutoffState, Pool, Pools
 from .gates import NULL_SCORES, PlainGate
 from .rule import Rule
@@ -16,8 +16,6 @@ from .selection import Cut, kth_largest
 class ExpertChoice(ByCutoff):
     """Loads are exact in training, where an expert sees the whole pool. At inference, running cutoffs decide."""
 
-    num_experts: Count = option(16, "Routed experts per layer.")
-    experts_per_token: float = option(1, "Mean routed experts per token.")
     pool: Pool = option(
         "batch",
         "Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches or a number of tokens.",

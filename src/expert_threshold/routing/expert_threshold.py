@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..option import Count, Decay, NonNegative, NonNegativeInt, Positive, option
+from ..option import Decay, NonNegative, NonNegativeInt, Positive, option
 from .cutoffs import (
     PAPER_DECAY,
     PAPER_STEPS,
@@ -43,8 +43,6 @@ class ExpertThreshold(ByCutoff):
     In training, each load is clamped to the bounds k(1 ± s). During warmup, both bounds equal k, as in expert choice.
     """
 
-    num_experts: Count = option(16, "Routed experts per layer.")
-    experts_per_token: float = option(1, "Mean routed experts per token.")
     decay: Decay = option(
         0.999,
         "Decay β of the running mean. Presets scale it to the number of steps. Short runs use the "

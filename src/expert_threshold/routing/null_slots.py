@@ -32,7 +32,6 @@ class NullSlots(Rule):
     to a slot's bias, which balances the experts and holds the mean fanout at experts_per_token without a loss.
     """
 
-    num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: float = option(1, "Target for the mean number of routed experts per token.")
     null_slots: Count = option(16, "Number of slots that compute nothing.")
     slots_per_token: Count = option(2, "Number of slots, experts or null slots, that every token chooses.")

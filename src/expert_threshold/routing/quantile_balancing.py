@@ -55,7 +55,6 @@ class QuantileBalancing(Valued):
     histogram (section 2.3.3, appendices C and D).
     """
 
-    num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: Count = option(1, "Number of routed experts per token.")
     over: Over = option("scores", "Values from which prices are subtracted: the scores, or their sigmoid or softmax.")
     decay: Decay = option(0.0, "Decay of the running mean of the prices. 0 uses the prices of the last step.")

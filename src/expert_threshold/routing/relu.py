@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, Positive, option
+from ..option import Positive, option
 from .observation import Observation, Routing, observe
 from .rule import Rule, Scope, Window
 
@@ -39,7 +39,6 @@ class ReLU(Rule):
     does not change when the fanout is exactly on target.
     """
 
-    num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: float = option(1.0, "Target for the mean number of routed experts per token.")
     l1_start: Positive = option(1e-8, "Initial value of λ, the strength of the L1 loss.")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, alternatives, kinds_of, require_kind, require_valid
+from ..option import Count, alternatives, kinds_of, option, require_kind, require_valid
 from .observation import Observation, Routing
 
 Scope = Literal["token", "sequence", "batch", "global"]
@@ -25,10 +25,11 @@ class Window(NamedTuple):
     remembered: int | None  # tokens covered by the running mean that decides, N / (1 − β); None without a running mean
 
 
+@dataclass(frozen=True)
 class Rule(ABC):
     """Base class of routing rules: frozen dataclasses whose method `route` turns scores into an assignment and gates.
 
-    A subclass defines the fields num_experts and experts_per_token, the target mean fanout. All of its fields become
+    experts_per_token is the target mean fanout. A subclass may redefine its fields and add others. All fields become
     keys of config.json and command-line options, whose help is the text given to `option`. All methods are pure. With
     training=False, a rule is causal: the routing of a token does not depend on later tokens.
 
@@ -36,13 +37,13 @@ class Rule(ABC):
     falls back to a slower, general path or omits the feature.
     """
 
-    num_experts: int
-    experts_per_token: float
+    num_experts: Count = option(16, "Routed experts per layer.")
+    experts_per_token: float = option(1, "Mean routed experts per token.")
 
     def __post_init__(self) -> None:
         """Raise ValueError if an option does not match its type. Subclasses with more checks call this method first."""
         kinds = kinds_of(type(self))
-        for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
+        for field in fields(self):
             value = getattr(self, field.name)
             value = value.item() if isinstance(value, np.generic) else value
             if alternatives(kinds[field.name])[0][0] is int and isinstance(value, float) and value.is_integer():
@@ -54,7 +55,7 @@ class Rule(ABC):
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} must be above 0 and at most num_experts={self.num_experts}"
             )
-        require_valid(type(self), {field.name: getattr(self, field.name) for field in fields(self)})  # type: ignore[arg-type]
+        require_valid(type(self), {field.name: getattr(self, field.name) for field in fields(self)})
 
     @abstractmethod
     def init(self) -> Any:

@@ -38,7 +38,6 @@ class SeqTopK(Gated):
     if the gates are softmax, otherwise r. Only a token's max_per_token best pairs compete. Nothing balances the load.
     """
 
-    num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: float = option(1, "Mean number of routed experts per token in a sequence.")
     max_per_token: Count | None = option(None, "Maximum number of experts per token. Defaults to no limit.")
     gate: Gate = option(

@@ -48,7 +48,6 @@ class TokenChoice(Valued):
     each expert among the T tokens of a micro-batch and drops the rest (GShard; Switch, arXiv:2101.03961, Eq. 3).
     """
 
-    num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: Count = option(1, "Number of routed experts per token.")
     balance: Balance = option(
         "none",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..option import Count, NonNegative, Share, option
+from ..option import NonNegative, Share, option
 from .observation import Observation, Routing, observe
 from .rule import Rule, Scope, Window
 
@@ -46,7 +46,6 @@ class TopP(Rule):
     The losses and score normalisations of both papers are omitted, so nothing balances the load.
     """
 
-    num_experts: Count = option(16, "Routed experts per layer.")
     experts_per_token: float = option(1.0, "Target for the mean routed experts per token, only used if p is steered.")
     p: Literal["steered"] | Share = option(
         P_START,
