@@ -16,19 +16,19 @@ CAPABILITIES = torch.cpu.get_capabilities()
 
 
 @functools.cache
-def emulated() -> ctypes.CDLL | None:
-    """Return the kernels built with the instructions in `emulated.h`, or None if they cannot be built or run."""
+def emulated() -> ctypes.CDLL | str:
+    """Return the kernels built with the instructions in `emulated.h`, or why they cannot be built or run."""
     if not all(CAPABILITIES.get(f"avx512_{part}", False) for part in ("f", "bw", "dq", "vl")):
-        return None
+        return "a processor without AVX-512"
     flags = [*build.BLOCKS_FLAGS, *build.WARNINGS, "-include", str(EMULATED)]
     library = build.load(build.BLOCKS, [*build.PARTS, EMULATED], flags, build.LIBRARIES)
-    return library if library is not None and blocks.block_products() else None
+    return library if isinstance(library, str) or blocks.block_products() else "no block products"
 
 
 @pytest.fixture(params=["native" if CAPABILITIES.get("avx512_bf16", False) else "emulated"])
 def block_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test with the kernels, and show in its name whether they are native or emulated."""
     library = blocks.library if request.param == "native" else emulated
-    if library() is None:
-        pytest.skip(build.why_not(build.BLOCKS) or "a processor without AVX-512")
+    if isinstance(library(), str):
+        pytest.skip(library())
     monkeypatch.setattr(blocks, "library", library)

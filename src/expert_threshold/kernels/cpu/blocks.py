@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import register_autograd
 
 from .. import operator, refuse_second_derivative, switched_off
-from .build import BLOCKS, BLOCKS_FLAGS, LIBRARIES, load, why_not
+from .build import BLOCKS, BLOCKS_FLAGS, LIBRARIES, load
 from .build import PARTS as SOURCES
 
 TILE = 32  # sizes of matrices must be multiples of this, since CPUs multiply tiles
@@ -40,45 +40,34 @@ def block_products() -> bool:
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """Return the kernels, even if they are `off`, or None if they cannot run (see `reason`).
+def library() -> ctypes.CDLL | str:
+    """Return the kernels, even if they are `off`, or why they cannot run, with any remedy.
 
     The first call builds them, which takes five seconds.
     """
-    kernels = _built() if _multiplies_bfloat16() else None
-    return kernels if kernels is not None and block_products() else None
-
-
-@functools.cache
-def _built() -> ctypes.CDLL | None:
-    """Return the built kernels, even if this PyTorch lacks block products, or None if the build failed."""
-    return load(BLOCKS, SOURCES, BLOCKS_FLAGS, LIBRARIES)
-
-
-def available() -> bool:
-    """Return True if the library can run and is not switched off."""
-    return switched_off() is None and library() is not None
-
-
-# As torch.compiler.assume_constant_result does, but without importing the whole compiler.
-available._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    if not torch.cpu.get_capabilities().get("avx512_bf16", False):
+        return "this processor cannot multiply bfloat16 (it lacks AVX-512 BF16 or AMX)"
+    kernels = load(BLOCKS, SOURCES, BLOCKS_FLAGS, LIBRARIES)
+    if not isinstance(kernels, str) and not block_products():
+        return "this PyTorch has no bfloat16 block products on this processor; check ONEDNN_MAX_CPU_ISA, if it is set"
+    return kernels
 
 
 def reason() -> str | None:
     """Return why kernels are not `available`, with any remedy, or None if they are available."""
-    if available():
-        return None
     if (why := switched_off()) is not None:
         return why
-    if not _multiplies_bfloat16():
-        return "this processor cannot multiply bfloat16 (it lacks AVX-512 BF16 or AMX)"
-    if (why := why_not(BLOCKS)) is not None:
-        return why
-    return "this PyTorch has no bfloat16 block products on this processor; check ONEDNN_MAX_CPU_ISA, if it is set"
+    found = library()
+    return found if isinstance(found, str) else None
 
 
-def _multiplies_bfloat16() -> bool:
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+def available() -> bool:
+    """Return True if the library can run and is not switched off."""
+    return reason() is None
+
+
+# As torch.compiler.assume_constant_result does, but without importing the whole compiler.
+available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Override(NamedTuple):

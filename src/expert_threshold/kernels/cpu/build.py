@@ -29,7 +29,6 @@ LIBRARIES = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
 # reports uninitialized reads in its own AVX-512 headers.
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 SECONDS = 120  # time limit of the compiler
-_failures: dict[Path, str] = {}  # reasons of failed builds in this process, keyed by source
 
 
 def missing() -> str | None:
@@ -48,13 +47,13 @@ def compiler() -> list[str]:
     return chosen if chosen and not any("clang" in word for word in chosen) else ["g++"]
 
 
-def load(source: Path, includes: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | None:
-    """Return the library for a source and its includes, and build it if it is not cached.
+def load(source: Path, includes: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | str:
+    """Return the library for a source and its includes, built if it is not cached, or else why there is none.
 
-    Returns None if kernels are forbidden, something is missing, or the build fails; a failure is reported in one line.
+    The reason includes any remedy. A failed build is also reported in one line.
     """
-    if forbidden() is not None or missing() is not None:
-        return None
+    if (why := forbidden() or missing()) is not None:
+        return why
     try:
         built = _build(source, includes, flags, libraries)
         try:
@@ -67,18 +66,11 @@ def load(source: Path, includes: list[Path], flags: list[str], libraries: list[s
         reason = next((line for line in said.splitlines() if "error" in line), str(error))
         if isinstance(error, subprocess.TimeoutExpired):
             reason = f"{compiler()[0]} was stopped after {SECONDS} seconds"
-        _failures[source] = reason
         print(
             f"kernels for this processor cannot be built: {reason}; continuing without them, as with {VARIABLE}=0",
             file=sys.stderr,
         )
-        return None
-
-
-def why_not(source: Path) -> str | None:
-    """Return why `load` returned None for a source, with any remedy, or None if it did not."""
-    failure = _failures.get(source)
-    return forbidden() or missing() or (None if failure is None else f"they cannot be built: {failure}")
+        return f"they cannot be built: {reason}"
 
 
 def _build(source: Path, includes: list[Path], flags: list[str], libraries: list[str]) -> Path:

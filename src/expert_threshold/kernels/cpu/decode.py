@@ -14,7 +14,8 @@ from .build import DECODER, DECODER_FLAGS, LIBRARIES, OPERATORS, load
 @functools.cache
 def decoder() -> ctypes.CDLL | None:
     """Return the kernels of the decoder, or None if they cannot be built. Any CPU can run this separate library."""
-    return load(DECODER, [OPERATORS], DECODER_FLAGS, LIBRARIES)
+    found = load(DECODER, [OPERATORS], DECODER_FLAGS, LIBRARIES)
+    return None if isinstance(found, str) else found
 
 
 @operator()
