@@ -230,7 +230,7 @@ def test_forward_leaves_the_state_alone_and_update_moves_it_in_place(rule: Rule)
     moe.router.update(observation)
     assert_same_state(moe, expected._asdict())
     assert [value.data_ptr() for value in moe.router.state] == addresses
-    moe.router.state = rule.init()
+    moe.router.reset_state()
     assert_same_state(moe, rule.init()._asdict())
     assert [value.data_ptr() for value in moe.router.state] == addresses
 

@@ -281,7 +281,7 @@ class GPT(nn.Module):
             part = name.removesuffix(".weight").rsplit(".", 1)[-1]
             _draw(part, weight, self.config.initialization, generator)
         for _, moe in self.moe_layers():
-            moe.router.state = moe.router.rule.init()
+            moe.router.reset_state()
 
     reset_parameters = init_weights  # the name in loops over `modules()`
 

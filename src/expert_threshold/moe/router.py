@@ -105,7 +105,7 @@ class Router(nn.Module):
         """Draw the weight and reset the state, in place. On the meta device, do nothing."""
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
-            self.state = self.rule.init()
+            self.reset_state()
 
     def forward(self, x: Tensor, pasts: Sequence[RoutingHistory] | None = None, mask: Tensor | None = None) -> Routing:
         """Return the routing of x (batch, time, d_model). The rule's state changes only in `update`.
@@ -214,6 +214,10 @@ class Router(nn.Module):
         finite = all_finite(observation.tensors().values())
         moved = self.rule.update(self.state, observation)
         self.state = [new.where(finite, old) for old, new in zip(self.state, moved, strict=True)]
+
+    def reset_state(self) -> None:
+        """Reset the state to its value before the first step, in place."""
+        self.state = self.rule.init()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the contents of a copy or pickle: everything except the group, which belongs to this process."""
