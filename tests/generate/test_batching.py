@@ -135,10 +135,10 @@ def test_an_echoed_prompt_has_the_model_s_logprobs_and_its_own_text(
     with torch.no_grad():
         output = model(torch.tensor([ids]), record=True)
     logprobs = output.logits[0].log_softmax(-1)
-    assert [step.token for step in writing.prompt] == ids
-    assert text_of(writing.prompt) == "the cät sat on the mat"
-    assert writing.prompt[0].logprob is None
-    for i, step in enumerate(writing.prompt[1:]):
+    assert [step.token for step in writing.steps] == ids
+    assert text_of(writing.steps) == "the cät sat on the mat"
+    assert writing.steps[0].logprob is None
+    for i, step in enumerate(writing.steps[1:]):
         assert step.logprob == pytest.approx(float(logprobs[i, ids[i + 1]]), abs=1e-4)
         likeliest = logprobs[i].topk(3)
         assert [token for token, _ in step.top] == likeliest.indices.tolist()
@@ -146,7 +146,7 @@ def test_an_echoed_prompt_has_the_model_s_logprobs_and_its_own_text(
         for layer, routing in zip(step.routing, output.routings, strict=True):
             assert list(layer.experts) == routing.assignment[0, i + 1].nonzero()[:, 0].tolist()
     assert writing.finished
-    assert not writing.steps
+    assert all(step.echoed for step in writing.steps)
 
 
 @pytest.mark.parametrize("prefill", [1, 256])
@@ -178,7 +178,7 @@ def test_a_character_split_between_an_echoed_prompt_and_its_continuation_is_whol
     chosen = iter(follows)
     monkeypatch.setattr(ActiveRequest, "choose", lambda writing: next(chosen))
     (writing,) = run(Engine(small_model(), tokenizer), [Request(tuple(prompt), len(follows), echo=echo)])
-    assert (text_of(writing.prompt), text_of(writing.steps)) == texts
+    assert tuple(text_of(s for s in writing.steps if s.echoed == echoed) for echoed in (True, False)) == texts
 
 
 @pytest.mark.usefixtures("by")
@@ -213,9 +213,9 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(
     text: str, stop: list[str], cuts: list[int]
 ) -> None:
     places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    shown, stopped, stream = "", False, TextStream(stop)
+    shown, stopped, stream = "", False, TextStream()
     for a, b in [*pairwise(places)] or [(0, 0)]:
-        part, stopped = stream.push(text[a:b].encode(), final=b == len(text))
+        part, stopped = stream.push(text[a:b].encode(), final=b == len(text), stop=stop)
         shown += part
         assert text.startswith(shown)
         if stopped:

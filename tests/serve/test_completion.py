@@ -213,19 +213,19 @@ def test_whatever_is_asked_is_understood_or_refused(fields: dict[str, Any], know
 # Responses.
 
 
-def step(token: int, text: str, finish: Any = None, logprob: float | None = -1.0) -> Step:
-    return Step(token, text, logprob, finish, None, ((97, -0.5), (token, logprob or 0.0)))
+def step(token: int, text: str, finish: Any = None, logprob: float | None = -1.0, *, echoed: bool = False) -> Step:
+    return Step(token, text, logprob, finish, None, ((97, -0.5), (token, logprob or 0.0)), echoed)
 
 
 def test_tokens_are_reported_with_their_text_offsets(parser: Parser, tokenizer: Tokenizer) -> None:
     """The steps of an é, split between its two bytes, and of the text around it."""
     asked = parse(parser, prompt="a", echo=True, logprobs=2)
     (choice,) = Answer(asked, tokenizer).choices
-    first = choice.piece([step(tokenizer.bos, "", logprob=None), step(97, "a")], [], finished=False)
+    first = choice.piece([step(tokenizer.bos, "", logprob=None), step(97, "a", echoed=True)], finished=False)
     assert first["text"] == "a"
     assert first["logprobs"]["tokens"] == ["a"]  # the token that starts the document was not requested
     steps = [step(0xC3, ""), step(0xA9, "é"), step(98, "b"), step(tokenizer.bos, "", "stop")]
-    piece = choice.piece([], steps, finished=True)
+    piece = choice.piece(steps, finished=True)
     assert piece["text"] == "éb"
     assert piece["finish_reason"] == "stop"
     logprobs = piece["logprobs"]
@@ -239,13 +239,13 @@ def test_tokens_are_reported_with_their_text_offsets(parser: Parser, tokenizer: 
 def test_a_character_begun_by_the_prompt_starts_at_the_prompt_s_end(parser: Parser, tokenizer: Tokenizer) -> None:
     asked = parse(parser, prompt=[[98], [97, 0xC3]], n=2, echo=True, logprobs=0)
     choice = Answer(asked, tokenizer).choices[3]
-    prompt, steps = [step(97, "a"), step(0xC3, "")], [step(0xA9, "é"), step(98, "b")]
-    assert choice.piece(prompt, steps, finished=True)["logprobs"]["text_offset"] == [0, 1, 1, 2]
+    steps = [step(97, "a"), step(0xC3, ""), step(0xA9, "é"), step(98, "b")]
+    assert choice.piece(steps, finished=True)["logprobs"]["text_offset"] == [0, 1, 1, 2]
 
 
 def test_an_opening_token_in_the_prompt_is_reported_without_a_logprob(parser: Parser, tokenizer: Tokenizer) -> None:
     (choice,) = Answer(parse(parser, prompt=[tokenizer.bos, 97], echo=True, logprobs=2), tokenizer).choices
-    told = choice.piece([step(tokenizer.bos, "", logprob=None), step(97, "a")], [], finished=False)["logprobs"]
+    told = choice.piece([step(tokenizer.bos, "", logprob=None), step(97, "a")], finished=False)["logprobs"]
     assert (told["tokens"], told["token_logprobs"]) == (["<|bos|>", "a"], [None, -1.0])
     assert told["top_logprobs"][0] is None
 

@@ -33,16 +33,15 @@ def generate_captured(
     for writing in active:
         if writing.error is not None:
             raise ValueError(writing.error)
-        steps = [*writing.prompt, *writing.steps]
-        routings = [step.routing for step in steps if step.routing is not None]
+        routings = [step.routing for step in writing.steps if step.routing is not None]
         scores = torch.tensor([[layer.scores for layer in routing] for routing in routings]).transpose(0, 1)
         assignment, gates = torch.zeros_like(scores, dtype=torch.bool), torch.zeros_like(scores)
         for time, routing in enumerate(routings):
             for layer, (_, experts, own) in enumerate(routing):
                 assignment[layer, time, experts] = True
                 gates[layer, time, experts] = torch.tensor(own)
-        tokens = torch.tensor([step.token for step in steps])
+        tokens = torch.tensor([step.token for step in writing.steps])
         version = routing_version(model, writing.request.rate)
         capture = Capture(tokens, scores.contiguous(), assignment, gates, version)
-        found.append(Generated("".join(step.text for step in writing.steps), capture))
+        found.append(Generated("".join(step.text for step in writing.steps if not step.echoed), capture))
     return found

@@ -36,7 +36,8 @@ class Step(NamedTuple):
     logprob: in nats, from the model itself, before temperature and top-k apply; None if no token precedes this one.
     finish: None while more tokens follow, "stop" at the end of the document or at a stop string, or "length" once
     max_tokens or the context is exhausted. routing: one record per MoE layer, if the request asked to record it.
-    top: the likeliest tokens at this position with their logprobs, as many as the request asked for.
+    top: the likeliest tokens at this position with their logprobs, as many as the request asked for. echoed: the token
+    belongs to the prompt.
     """
 
     token: int
@@ -45,6 +46,7 @@ class Step(NamedTuple):
     finish: Finish | None
     routing: tuple[TokenRouting, ...] | None
     top: tuple[tuple[int, float], ...] = ()
+    echoed: bool = False
 
 
 class Request(NamedTuple):
@@ -144,24 +146,19 @@ def penalize(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
 
 
 class TextStream:
-    """Decodes tokens as they arrive, and holds back text that may turn out to be the start of a stop string.
+    """Decodes tokens as they arrive, and holds back text that may turn out to be the start of a stop string."""
 
-    after: the bytes that precede this text. They may end in the middle of a character.
-    """
-
-    def __init__(self, stop: Sequence[str], after: bytes = b"") -> None:
-        self.stop = stop
+    def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoder.decode(after)
         self._held = ""
 
-    def push(self, content: bytes, final: bool) -> tuple[str, bool]:
+    def push(self, content: bytes, final: bool, stop: Sequence[str] = ()) -> tuple[str, bool]:
         """Return the text that can be shown now, and whether a stop string follows it."""
         text = self._held + self._decoder.decode(content, final)
-        places = [place for stop in self.stop if (place := text.find(stop)) >= 0]
+        places = [place for each in stop if (place := text.find(each)) >= 0]
         if places:
             return text[: min(places)], True
-        held = 0 if final else max((_overlap(text, stop) for stop in self.stop), default=0)
+        held = 0 if final else max((_overlap(text, each) for each in stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], False
 
@@ -171,43 +168,25 @@ def _overlap(text: str, stop: str) -> int:
     return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
 
 
-def ending(tokenizer: Tokenizer, request: Request) -> bytes:
-    """Return the bytes at the end of an echoed prompt that may start a character completed by the generated text.
-
-    Without echo, the result is empty, because the prompt and the generated text are then separate texts.
-    """
-    content = b""
-    for token in request.prompt[-3:] if request.echo else ():
-        content = b"" if token == tokenizer.bos else content + tokenizer.decode_bytes([token])
-    return content
-
-
 class TokenDistribution(NamedTuple):
-    """The distribution of a sequence's next token, given as one row of the logits (rows, vocab) and its statistics."""
+    """The distribution of a sequence's next token: its logits (vocab,), on the CPU, and their statistics."""
 
-    of_all: Tensor
-    row: int
+    logits: Tensor
     peak: LogitStats
 
     @classmethod
     def of(cls, decoded: Decoded) -> list[TokenDistribution]:
-        """Return one distribution for each row of logits, with the logits on the CPU."""
-        logits = decoded.logits.cpu()
-        return [cls(logits, row, peak) for row, peak in enumerate(decoded.peaks)]
+        """Return one distribution for each row of logits."""
+        return list(map(cls, decoded.logits.cpu().unbind(), decoded.peaks))
 
     @property
     def finite(self) -> bool:
         """False if a logit is NaN or +∞, or if all are −∞, because then no token can be chosen."""
         return math.isfinite(self.peak.logsumexp)
 
-    @property
-    def logits(self) -> Tensor:
-        """The logits (vocab,) of this row."""
-        return self.of_all[self.row]
-
     def logprob(self, token: int) -> float:
         likeliest, highest, logsumexp = self.peak
-        return (highest if token == likeliest else float(self.of_all[self.row, token])) - logsumexp
+        return (highest if token == likeliest else float(self.logits[token])) - logsumexp
 
     def top(self, count: int) -> tuple[tuple[int, float], ...]:
         if not count:
@@ -218,43 +197,39 @@ class TokenDistribution(NamedTuple):
 
 
 class ActiveRequest:
-    """A request in progress, with the steps of its prompt, if it is echoed, and the steps generated so far.
+    """A request in progress, with its steps so far, which begin with those of the prompt if it is echoed.
 
-    room: how many tokens fit after the prompt. after: the result of `ending`. error: why it finished early, or None.
+    room: how many tokens fit after the prompt. error: why it finished early, or None.
     """
 
-    def __init__(self, request: Request, room: int, after: bytes) -> None:
+    def __init__(self, request: Request, room: int) -> None:
         self.request = request
+        self.unread = request.prompt  # the rest of the prompt
         self.left = min(request.max_tokens, room)
-        self.prompt: list[Step] = []
         self.steps: list[Step] = []
         self.finished = False
         self.error: str | None = None
-        self.read = 0  # prompt tokens read so far
-        self.next: TokenDistribution | None = None  # known once the prompt is read
-        self.echoed: TokenDistribution | None = None  # predictions after the part of the prompt read so far
+        self.next: TokenDistribution | None = None  # after the tokens read so far; None before the first
+        self.text = TextStream()  # of the echoed prompt, if any, and what follows: a character may span both
         generator = torch.Generator()
         if request.seed is None:
             generator.seed()
         else:
             generator.manual_seed(request.seed)
         self._sampler = Sampler(request.temperature, request.top_k, generator, request.top_p)
-        self._taken = 0, 0
-        self.text = TextStream(request.stop, after)
-        self.prompt_text = TextStream(())
+        self._taken = 0
 
-    def take(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Return the steps of the prompt and the generated steps that previous calls have not returned."""
-        read, written = self._taken
-        self._taken = len(self.prompt), len(self.steps)
-        return tuple(self.prompt[read:]), tuple(self.steps[written:])
+    def take(self) -> tuple[Step, ...]:
+        """Return the steps that previous calls have not returned."""
+        taken, self._taken = self._taken, len(self.steps)
+        return tuple(self.steps[taken:])
 
     def choose(self) -> int:
         """Return the next token."""
         assert self.next is not None
         request = self.request
         if request.repetition_penalty != 1:
-            tokens = [*request.prompt, *(step.token for step in self.steps)]
+            tokens = [*request.prompt, *(step.token for step in self.steps if not step.echoed)]
             return self._sampler(penalize(self.next.logits, tokens, request.repetition_penalty))
         return self.next.peak.likeliest if request.temperature == 0 else self._sampler(self.next.logits)
 
@@ -310,7 +285,7 @@ class Engine:
         """Add a request to the queue for a free row. Raises ValueError if it is invalid."""
         self.check(request)
         room = self.decoder.capacity - len(request.prompt)
-        writing = ActiveRequest(request, room, ending(self.tokenizer, request))
+        writing = ActiveRequest(request, room)
         self.waiting.append(writing)
         return writing
 
@@ -332,14 +307,12 @@ class Engine:
             if self.waiting and row not in self.running:
                 self.running[row] = self.waiting.popleft()
                 self.decoder.open(row, self.running[row].request.rate)
-        ready = {row: writing for row, writing in self.running.items() if writing.next is not None}
-        moved = list(ready.values())
+        ready = {row: writing for row, writing in self.running.items() if not writing.unread}
         self._write(ready)
-        reading = [(row, writing) for row, writing in self.running.items() if writing.next is None]
-        if reading:
-            self._read(*reading[0])
-            moved.append(reading[0][1])
-        return moved
+        reading = [(row, writing) for row, writing in self.running.items() if writing.unread][:1]
+        for row, writing in reading:
+            self._read(row, writing)
+        return [*ready.values(), *(writing for _, writing in reading)]
 
     def _finish(self, row: int, error: str | None = None) -> None:
         writing = self.running.pop(row)
@@ -374,14 +347,15 @@ class Engine:
         writing.left -= 1
         ended = request.stop_at_document_end and token == self.tokenizer.bos
         last = ended or not writing.left
-        text, stopped = writing.text.push(b"" if ended else self.tokenizer.decode_bytes([token]), final=last)
+        content = b"" if ended else self.tokenizer.decode_bytes([token])
+        text, stopped = writing.text.push(content, final=last, stop=request.stop)
         finish: Finish | None = "stop" if ended or stopped else "length" if last else None
         return Step(token, text, writing.next.logprob(token), finish, None, writing.next.top(request.tops))
 
     def _read(self, row: int, writing: ActiveRequest) -> None:
         """Prefill the next part of a prompt."""
-        request, start = writing.request, writing.read
-        piece = request.prompt[start : start + decoder.PREFILL]
+        request = writing.request
+        piece, writing.unread = writing.unread[: decoder.PREFILL], writing.unread[decoder.PREFILL :]
         decoded = self.decoder.read(row, piece, every=request.echo)
         self.counts.read += len(piece)
         self.counts.add_routing(decoded)
@@ -390,15 +364,11 @@ class Engine:
             self._finish(row, NOT_FINITE)
             return
         if request.echo:
-            before = [writing.echoed, *follows[:-1]]
-            for i, (token, known) in enumerate(zip(piece, before, strict=True)):
-                writing.prompt.append(self._echo(writing, token, known, decoded, i))
-            writing.echoed = follows[-1]
-        writing.read += len(piece)
-        if writing.read == len(request.prompt):
-            writing.next = follows[-1]
-            if not writing.left:
-                self._finish(row)
+            for i, (token, known) in enumerate(zip(piece, [writing.next, *follows[:-1]], strict=True)):
+                writing.steps.append(self._echo(writing, token, known, decoded, i))
+        writing.next = follows[-1]
+        if not writing.unread and not writing.left:
+            self._finish(row)
 
     def _echo(
         self, writing: ActiveRequest, token: int, known: TokenDistribution | None, decoded: Decoded, i: int
@@ -406,10 +376,11 @@ class Engine:
         request = writing.request
         opens = token == self.tokenizer.bos
         content = b"" if opens else self.tokenizer.decode_bytes([token])
-        last = len(writing.prompt) + 1 == len(request.prompt) and not writing.left  # otherwise more text follows
-        text, _ = writing.prompt_text.push(content, final=opens or last)
+        last = len(writing.steps) + 1 == len(request.prompt) and not writing.left  # otherwise more text follows
+        text, _ = writing.text.push(content, final=opens or last)
         logprob, top = (None, ()) if known is None else (known.logprob(token), known.top(request.tops))
-        return Step(token, text, logprob, None, _routing(decoded, i) if request.record else None, top)
+        routing = _routing(decoded, i) if request.record else None
+        return Step(token, text, logprob, None, routing, top, echoed=True)
 
 
 def largest_rate(model: GPT) -> float | None:
@@ -478,6 +449,6 @@ def _steps(model: GPT, tokenizer: Tokenizer, request: Request) -> Iterator[Step]
     writing = engine.add(request)
     while not writing.finished:
         engine.step()
-        yield from writing.take()[1]
+        yield from writing.take()
     if writing.error is not None:
         raise ValueError(writing.error)

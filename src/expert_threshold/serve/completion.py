@@ -9,6 +9,7 @@ Types and ranges are checked by pydantic, which the extra `serve` installs, and 
 
 from __future__ import annotations
 
+import codecs
 import json
 import secrets
 import time
@@ -19,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..data import Tokenizer
 from ..data.tokenizer import BOS
-from ..generate.engine import Request, Step, TextStream, ending
+from ..generate.engine import Request, Step
 from .worker import ApiError, Limits
 
 MAX_TOKENS = 16
@@ -282,36 +283,32 @@ class Choice:
         self.index, self.asked, self.tokenizer = index, asked, tokenizer
         self.written = 0
         self._hidden = asked.opened and asked.request.echo  # drop the BOS step before the prompt
-        self._offset = 0
-        after = ending(tokenizer, asked.requests[index])
-        self._text = TextStream((), after)  # the generated text, as if no stop string had ended it
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0  # characters decoded so far, including those of a stop string
 
-    def piece(self, prompt: Sequence[Step], steps: Sequence[Step], finished: bool) -> dict[str, Any]:
+    def piece(self, steps: Sequence[Step], finished: bool) -> dict[str, Any]:
         """Return everything generated since the previous piece as one of the choices in a response."""
-        if self._hidden and prompt:
-            prompt, self._hidden = prompt[1:], False
-        self.written += len(steps)
-        text = "".join(step.text for step in (*prompt, *steps))
-        finish = steps[-1].finish if steps else "length" if finished else None
-        logprobs = None if self.asked.logprobs is None else self._logprobs(prompt, steps)
+        if self._hidden and steps:
+            steps, self._hidden = steps[1:], False
+        self.written += sum(not step.echoed for step in steps)
+        text = "".join(step.text for step in steps)
+        finish = (steps[-1].finish if steps else None) or ("length" if finished else None)
+        logprobs = None if self.asked.logprobs is None else self._logprobs(steps)
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, prompt: Sequence[Step], steps: Sequence[Step]) -> dict[str, Any]:
-        offsets = [self._place(step.token, len(step.text)) for step in prompt]
-        for step in steps:
-            content = b"" if step.token == self.tokenizer.bos else self.tokenizer.decode_bytes([step.token])
-            offsets.append(self._place(step.token, len(self._text.push(content, final=False)[0])))
-        every = [*prompt, *steps]
+    def _logprobs(self, steps: Sequence[Step]) -> dict[str, Any]:
         return {
-            "tokens": [self._name(step.token) for step in every],
-            "token_logprobs": [step.logprob for step in every],
-            "top_logprobs": [self._top(step) for step in every],
-            "text_offset": offsets,
+            "tokens": [self._name(step.token) for step in steps],
+            "token_logprobs": [step.logprob for step in steps],
+            "top_logprobs": [self._top(step) for step in steps],
+            "text_offset": [self._place(step.token) for step in steps],
         }
 
-    def _place(self, token: int, characters: int) -> int:
-        """Return the offset at which a token starts, after advancing by the characters that it completes."""
-        start, self._offset = self._offset, self._offset + characters
+    def _place(self, token: int) -> int:
+        """Return the offset in the text at which the next token starts. A split character belongs to its last token."""
+        start, opens = self._offset, token == self.tokenizer.bos
+        content = b"" if opens else self.tokenizer.decode_bytes([token])
+        self._offset += len(self._decoder.decode(content, final=opens))
         own = self._own(token)
         return start if own is None else self._offset - len(own)
 

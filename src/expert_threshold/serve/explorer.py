@@ -97,7 +97,7 @@ def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
     }
 
 
-def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
+def token_record(run: Explored, step: Step) -> dict[str, Any]:
     """Return a recorded step as JSON. The loss is in nats, and is None for the first token of the text.
 
     `top` lists the likeliest tokens at this position as [token, label, probability]. `layers` has an entry for each MoE
@@ -109,7 +109,7 @@ def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
         "token": step.token,
         "text": step.text,
         "label": label(run.tokenizer, step.token),
-        "written": written,
+        "written": not step.echoed,
         "loss": None if step.logprob is None else _number(-step.logprob),
         "finish": step.finish,
         "top": [[token, label(run.tokenizer, token), _number(math.exp(logprob))] for token, logprob in step.top],
@@ -209,9 +209,7 @@ async def events(run: Explored, job: Job) -> AsyncGenerator[dict[str, Any]]:
     """Yield the events of a job that has a single text, as they arrive."""
     yield {"run": describe(run, job.requests[0].rate)}
     async for update in job:
-        tokens = [token_record(run, step, written=False) for step in update.prompt]
-        tokens += [token_record(run, step, written=True) for step in update.steps]
-        yield {"tokens": tokens}
+        yield {"tokens": [token_record(run, step) for step in update.steps]}
 
 
 def routes(

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..generate.engine import Engine
+from ..generate.engine import Engine, Step
 from .completion import Answer, Parser, model_body, require_model, shown
 from .openapi import schema
 from .worker import RETRY, ApiError, Job, Limits, Update, Worker
@@ -102,7 +102,7 @@ class Service:
         """Yield a job's updates, and record its time to first token and, if it finishes, its total time."""
         waits = True
         async for update in job:
-            if waits and update.steps:
+            if waits and not all(step.echoed for step in update.steps):
                 self.first_token.add(time.monotonic() - job.submitted)
                 waits = False
             yield update
@@ -277,13 +277,14 @@ async def completions(request: Request) -> Response:
 
 async def _whole(service: Service, job: Job, texts: Answer) -> dict[str, Any]:
     """Wait until all texts are finished, and return the response."""
+    steps: list[list[Step]] = [[] for _ in texts.choices]
     try:
         async with asyncio.timeout(service.limits.seconds):
-            async for _ in service.timed(job):
-                pass
+            async for update in service.timed(job):
+                steps[update.text] += update.steps
     except TimeoutError:
         raise _out_of_time(service.limits) from None
-    pieces = [c.piece(w.prompt, w.steps, True) for c, w in zip(texts.choices, job.writings, strict=True)]
+    pieces = [choice.piece(of_text, True) for choice, of_text in zip(texts.choices, steps, strict=True)]
     return texts.body(pieces) | {"usage": texts.usage()}
 
 
@@ -291,7 +292,7 @@ async def _chunks(service: Service, job: Job, texts: Answer) -> AsyncGenerator[d
     """Yield the response in chunks."""
     usage = {"usage": None} if texts.asked.include_usage else {}
     async for update in service.timed(job):
-        piece = texts.choices[update.text].piece(update.prompt, update.steps, update.finished)
+        piece = texts.choices[update.text].piece(update.steps, update.finished and update.error is None)
         if piece["text"] or piece["finish_reason"] or (piece["logprobs"] or {}).get("tokens"):
             yield texts.body([piece]) | usage
     if usage:

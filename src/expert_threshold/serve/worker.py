@@ -74,21 +74,16 @@ class Update(NamedTuple):
     """The steps added to one text of a job since its last update. error: why the text ended early, or None."""
 
     text: int
-    prompt: tuple[Step, ...]
     steps: tuple[Step, ...]
     finished: bool
     error: str | None
 
 
 class Job:
-    """Texts in progress, in the order of their requests. Iterate over a job for updates. Leaving `with` cancels it.
-
-    A job belongs to the event loop, except for `writings`, which the worker's thread fills.
-    """
+    """Texts in progress, in the order of their requests. Iterate over a job for updates. Leaving `with` cancels it."""
 
     def __init__(self, worker: Worker, requests: Sequence[Request]) -> None:
         self.requests = requests
-        self.writings: list[ActiveRequest] = []
         self.updates: asyncio.Queue[Update | None] = asyncio.Queue()
         self.unfinished = len(requests)
         self.submitted = time.monotonic()
@@ -107,7 +102,7 @@ class Job:
             update = await self.updates.get()
             if update is None:
                 raise ApiError(503, ENGINE_FAILED, code="engine_failed")
-            if update.prompt or update.steps or update.error is None:
+            if update.steps or update.error is None:
                 yield update
             if update.error is not None:
                 raise ApiError(500, update.error, code="not_finite")
@@ -190,12 +185,10 @@ class Worker:
 
     def _add(self, job: Job) -> None:
         for index, request in enumerate(job.requests):
-            writing = self.engine.add(request)
-            job.writings.append(writing)
-            self._texts[writing] = job, index
+            self._texts[self.engine.add(request)] = job, index
 
     def _cancel(self, job: Job) -> None:
-        left = [writing for writing in job.writings if not writing.finished]
+        left = [writing for writing, (of, _) in self._texts.items() if of is job]
         for writing in left:
             self.engine.cancel(writing)
         self._publish(left)
@@ -204,7 +197,7 @@ class Worker:
         news = []
         for writing in moved:
             job, index = self._texts[writing]
-            news.append((job, Update(index, *writing.take(), writing.finished, writing.error)))
+            news.append((job, Update(index, writing.take(), writing.finished, writing.error)))
             if writing.finished:
                 del self._texts[writing]
         self._loop.call_soon_threadsafe(self._deliver, news)
