@@ -14,7 +14,7 @@ from .data.public import FINEWEB_EDU
 from .model import PRESETS, GPTConfig
 from .optim import OptimConfig
 from .option import convert, did_you_mean, kinds_of
-from .recipes import CHECKPOINT_EVERY, EVAL_EVERY, EVAL_TOKENS, PAPER_TOKENS, RECIPES
+from .recipes import CHECKPOINT_EVERY, EVAL_EVERY, EVAL_TOKENS, PAPER, PAPER_TOKENS, RECIPES
 from .routing import DENSE, PAPER_STEPS, RULES, Rule, option_names, require_option, rule_from_dict
 from .train import TrainConfig
 
@@ -56,7 +56,7 @@ RUNS: dict[str, Preset] = {
 DEFAULT_PRESET = "quickstart"
 DEFAULT_RULE = "expert_threshold"
 # Options that are kept when the rule changes, because they are the sizes of the layer.
-SHARED_RULE_OPTIONS = ("rule.num_experts", "rule.experts_per_token")
+KEPT_OF_RULE = ("num_experts", "experts_per_token")
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as a JSON object with one section per group of options."""
-        return {
-            **self.model.to_dict(),
-            "data": asdict(self.data),
-            "optim": asdict(self.optim),
-            "train": asdict(self.train),
-        }
+        return self.model.to_dict() | {name: asdict(vars(self)[name]) for name in ("data", "optim", "train")}
 
     @classmethod
     def from_dict(cls, record: Options) -> RunConfig:
@@ -83,13 +78,9 @@ class RunConfig:
         for section in SECTIONS:
             if section not in record:
                 raise ValueError(f"configuration has no section {section!r}; name the config.json of a run")
-        found = {section: in_section(by_path(record), section) for section in SECTIONS}
-        return cls(
-            model=GPTConfig.from_dict(found),
-            data=DataConfig(**found["data"]),
-            optim=OptimConfig(**found["optim"]),
-            train=TrainConfig(**found["train"]),
-        )
+        found = nested(by_path(record))
+        parts = {name: RECORDS[name](**found.get(name, {})) for name in ("data", "optim", "train")}
+        return cls(GPTConfig.from_dict(found), **parts)
 
 
 SECTIONS = ("model", "rule", "data", "optim", "train")
@@ -145,6 +136,15 @@ def kinds(rule: str = DENSE) -> dict[str, Any]:
     return {**KINDS, "rule.name": str, **own}
 
 
+def kinds_of_all_rules() -> dict[str, Any]:
+    """Return the types of a run's options for any rule. Those of rules are text or bool, as they depend on the rule."""
+    found: dict[str, set[Any]] = {}
+    for rule in RULES:
+        for name in option_names(rule):
+            found.setdefault(f"rule.{name}", set()).add(kinds_of(RULES[rule])[name])
+    return {path: bool if types == {bool} else str for path, types in found.items()} | KINDS
+
+
 def typed(options: Options, rule: str | None = None) -> dict[str, Any]:
     """Convert text in options keyed by path to their types. Raises ValueError for an unknown or invalid option.
 
@@ -165,16 +165,14 @@ def typed(options: Options, rule: str | None = None) -> dict[str, Any]:
 
 
 def merged(*layers: Options) -> dict[str, Any]:
-    """Return the options of all layers, in which later layers override earlier ones. If a layer replaces the rule, only
-    the numbers of experts are kept from the old rule.
+    """Return the options of a section after all layers, in which later layers override earlier ones.
+
+    If a layer names another rule than the layers before it, only the numbers of experts are kept from those layers.
     """
     found: dict[str, Any] = {}
     for layer in layers:
-        before = found.get("rule.name", DEFAULT_RULE)
-        rule = layer.get("rule.name", before)
-        if rule != before:
-            kept = () if rule == DENSE else SHARED_RULE_OPTIONS
-            found = {path: value for path, value in found.items() if path in kept or not path.startswith("rule.")}
+        if "name" in layer and layer["name"] != found.get("name"):
+            found = {name: found[name] for name in KEPT_OF_RULE if name in found and layer["name"] != DENSE}
         found |= layer
     return found
 
@@ -270,26 +268,22 @@ def resolve(
         raise ValueError(f"unknown preset {preset!r}; {did_you_mean(preset, RUNS)}")
     if recipe is not None and recipe not in RECIPES:
         raise ValueError(f"unknown recipe {recipe!r}; {did_you_mean(recipe, RECIPES)}")
-    base, other, layers = RUNS[preset], dict(initial or {}), tuple(map(typed, layers))
-    lowest: dict[str, Options] = {"optim": base.optim}
-    made_by = RECIPES.get(recipe or base.recipe or "")
-    if made_by is not None:
-        batch = made_by.options_of_batch(base.train["batch_size"], base.train.get("accumulation", 1))
-        data = {"source": FINEWEB_EDU} if preset == made_by.preset else {}
-        lowest |= {"model": made_by.model, "train": batch, "data": data}
-    given = merged(by_path(lowest), other, *layers)
-    model = scaled_model(PRESETS[preset], in_section(given, "model"))
-    train = scheduled(base.train, in_section(given, "train"), model["context"], tokens, of_paper=recipe is not None)
-    if made_by is not None:
-        lowest["rule"] = made_by.options_of_rule(train.batch_size, model["context"], train.steps)
-        lowest["optim"] = {**base.optim, **made_by.options_of_optim(train.steps)}
+    base, made_by = RUNS[preset], RECIPES.get(recipe or RUNS[preset].recipe or "", PAPER)
+    other = dict(initial or {})
+    chosen = [other, *map(typed, layers)]
+
+    def section(name: str, lowest: Options) -> dict[str, Any]:
+        return merged(lowest, *(in_section(layer, name) for layer in chosen))
+
+    batch = made_by.options_of_batch(base.train["batch_size"], base.train.get("accumulation", 1))
+    model = scaled_model(PRESETS[preset], section("model", made_by.model))
+    train = scheduled(base.train, section("train", batch), model["context"], tokens, of_paper=recipe is not None)
     rescaled = _scaled(other.get("rule.name"), train.steps, in_section(other, "rule"))
     other |= {f"rule.{name}": value for name, value in rescaled.items()}
-    given = merged(by_path(lowest), other, *layers)
-    rule = {"name": DEFAULT_RULE, **in_section(given, "rule")}
+    rule = section("rule", made_by.options_of_rule(train.batch_size, model["context"], train.steps))
     return RunConfig(
         model=GPTConfig(**model, rule=scaled_rule(rule.pop("name"), train.steps, **rule)),
-        data=DataConfig(**in_section(given, "data")),
-        optim=scaled_optim(train.steps, **in_section(given, "optim")),
+        data=DataConfig(**section("data", {"source": FINEWEB_EDU} if preset == made_by.preset else {})),
+        optim=scaled_optim(train.steps, **section("optim", {**base.optim, **made_by.options_of_optim(train.steps)})),
         train=train,
     )

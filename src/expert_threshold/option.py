@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
-from operator import ge, gt, le, lt
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -17,22 +17,22 @@ T = TypeVar("T")
 
 
 class Bounds(NamedTuple):
-    """Bounds of a number; None means unbounded. `Annotated[int, Bounds(least=1)]` is the type of positive integers."""
+    """Bounds of a number. `Annotated[int, Bounds(least=1)]` is the type of positive integers."""
 
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
 
     def hold(self, value: float) -> bool:
         """Return True if the value is within the bounds."""
-        tests = zip((ge, gt, le, lt), self, strict=True)
-        return all(bound is None or test(value, bound) for test, bound in tests)
+        return self.least <= value <= self.most and self.above < value < self.below
 
     def __str__(self) -> str:
         words = zip(("of at least", "above", "at most", "below"), self, strict=True)
-        shown = ((word, f"{bound:,}" if bound >= 1e6 else bound) for word, bound in words if bound is not None)
-        return " and ".join(f"{word} {bound}" for word, bound in shown)
+        return " and ".join(
+            f"{word} {bound:{',' if bound >= 1e6 else ''}}" for word, bound in words if math.isfinite(bound)
+        )
 
 
 Count = Annotated[int, Bounds(least=1)]
@@ -126,6 +126,8 @@ def convert(kind: Any, value: Any) -> Any:
             found = _read(plain, value)
             if _allows(plain, bounds, found):
                 return found
+    if value == "":
+        raise ValueError(f"must not be empty; expected {describe(kind)}")
     near = did_you_mean(str(value), [name for name, _ in alternatives(kind) if isinstance(name, str)], otherwise="")
     raise ValueError(f"expected {describe(kind)}, not {value}{near and f'; {near}'}")
 

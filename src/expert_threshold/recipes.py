@@ -193,6 +193,10 @@ class Recipe:
         return options
 
 
+PAPER = Recipe("the paper's model and optimizers", {"name": "expert_threshold"}, Reported(""), preset="")
+"""What runs without a recipe use."""
+
+
 def _changes(config: OptimConfig) -> Options:
     """Return the options that differ from the paper's settings."""
     paper = asdict(OptimConfig())

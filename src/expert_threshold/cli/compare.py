@@ -16,7 +16,7 @@ from ..compare.findings import Findings
 from ..compare.judgement import MARGIN, chosen_baseline
 from ..compare.page import write_page
 from ..compare.running import COMPARISON, JOINED, Comparison, budget, join
-from ..config import DEFAULT_PRESET, RunConfig
+from ..config import DEFAULT_PRESET, RunConfig, kinds_of_all_rules
 from ..data.sources import absolute
 from ..install import et
 from ..option import Count, Positive
@@ -26,7 +26,7 @@ from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory
 from ..train.log import say
 from .options import Option, flag_of, parse_names
-from .run_options import Given, options_of_any_rule, parse_run, read_config_file, resolve_run, start_of
+from .run_options import Given, parse_run, read_config_file, resolve_run, start_of
 from .tables import console_for_tables, table
 
 
@@ -75,8 +75,7 @@ OPTIONS = [
 def decided() -> set[str]:
     """Return the options that the methods and seeds determine, which therefore have no flag."""
     every = methods().values()
-    paths = (option.name for option in options_of_any_rule())
-    closed = {path for path in paths if not any(leaves_open(method, path) for method in every)}
+    closed = {path for path in kinds_of_all_rules() if not any(leaves_open(method, path) for method in every)}
     return {"recipe", "rule.name", "train.seed"} | closed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.segment import Segment, Segments
@@ -14,7 +15,7 @@ from .options import COMPUTE, RATE, STEP, Option, parse_all, picked_device
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run.", positional=True, required=True),
-    Option("prompt", str, "", "Text to continue. An empty prompt starts a document.", may_be_empty=True),
+    Option("prompt", Literal[""] | str, "", "Text to continue. An empty prompt starts a document."),
     Option("max_tokens", int, 200, "Maximum number of tokens. The end of the document or the context also stops."),
     Option("temperature", float, 1.0, "With 0, the likeliest token is picked; with 1, the distribution is unchanged."),
     Option("top_k", int | None, 50, "Sample from only this many of the likeliest tokens, or from all with none."),

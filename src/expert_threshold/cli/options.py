@@ -8,11 +8,12 @@ import shlex
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple, NoReturn, get_args
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
 import torch
 
-from ..option import NonNegativeInt, alternatives, convert, describe, did_you_mean, kinds_of
+from ..option import NonNegativeInt, alternatives, convert, did_you_mean, kinds_of
 from ..train.config import DeviceName, DtypeName
 from ..train.device import pick_device, pick_dtype
 
@@ -35,7 +36,6 @@ class Option(NamedTuple):
     kind: a type, as for the field of a record. A bool becomes a pair of flags, --name and --no-name. default: the
     default to show in --help. derived: whether that only describes how the command finds the value if it is omitted.
     many: whether the option, or the last positional argument, may be repeated, with a list of texts as its value.
-    may_be_empty: whether to accept an empty text, which is usually an unset shell variable.
     """
 
     name: str
@@ -46,7 +46,6 @@ class Option(NamedTuple):
     required: bool = False
     many: bool = False
     derived: bool = False
-    may_be_empty: bool = False
 
     @property
     def flag(self) -> str:
@@ -55,10 +54,8 @@ class Option(NamedTuple):
 
     def read(self, text: str) -> Any:
         """Convert a text from the command line to a value."""
-        if not text and not self.may_be_empty:
-            raise argparse.ArgumentTypeError(f"must not be empty; expected {describe(self.kind)}")
         try:
-            return text if self.positional or not text else convert(self.kind, text)
+            return convert(self.kind, text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -115,7 +112,8 @@ class Parser(argparse.ArgumentParser):
         places = [option.flag + "…" * option.many for option in options if option.positional]
         optional = [option.flag for option in options if option.positional and not option.required]
         usage = " ".join([prog, *(f"[{place}]" if place in optional else place for place in places), "[OPTIONS]"])
-        super().__init__(prog, usage, description, formatter_class=_Help, allow_abbrev=False)
+        help_format = partial(_Help, max_help_position=30)
+        super().__init__(prog, usage, description, formatter_class=help_format, allow_abbrev=False)
         groups = {"": self._optionals}
         for option in options:
             section = option.name.rpartition(".")[0]
@@ -133,9 +131,6 @@ class Parser(argparse.ArgumentParser):
 
 class _Help(argparse.HelpFormatter):
     """Separates paragraphs in help texts, does not break hyphenated names, and shows only the short name of a flag."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -192,10 +187,11 @@ def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> l
 def metavar(kind: Any) -> str:
     """Return a field's type as --help shows it."""
     words: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false", type(None): "none"}
-    return "|".join(
-        words.get(plain) or (plain if isinstance(plain, str) else ",".join(map(metavar, get_args(plain))))
-        for plain, _ in alternatives(kind)
-    )
+    names = []
+    for plain, _ in alternatives(kind):
+        is_tuple = get_origin(plain) is tuple
+        names.append(",".join(map(metavar, get_args(plain))) if is_tuple else words.get(plain, plain))
+    return "|".join(filter(None, names))
 
 
 def show(value: Any) -> str:

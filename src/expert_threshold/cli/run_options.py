@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ..config import DEFAULT_PRESET, KINDS, RECORDS, RUNS, RunConfig, by_path, require_warmups_fit, resolve
-from ..option import Count, kinds_of
+from ..config import DEFAULT_PRESET, RECORDS, RUNS, RunConfig, by_path, kinds_of_all_rules, require_warmups_fit, resolve
+from ..option import Count
 from ..recipes import RECIPES
-from ..routing import DENSE, RULES, option_names
+from ..routing import DENSE, RULES
 from ..runs import RunFolder
 from .options import EVERYDAY, Option, Parser, field_options, parse
 
@@ -39,15 +39,6 @@ def run_options(config: RunConfig) -> list[Option]:
     for section, record in (records | RECORDS).items():
         options += field_options(record, {"rule": rule, **sections}[section], f"{section}.")
     return options
-
-
-def options_of_any_rule() -> list[Option]:
-    """Return the options of all rules, as text, since their types and defaults depend on the rule."""
-    kinds: dict[str, set[Any]] = {}
-    for rule in RULES:
-        for name in option_names(rule):
-            kinds.setdefault(f"rule.{name}", set()).add(kinds_of(RULES[rule])[name])
-    return [Option(path, bool if kind == {bool} else str, None, "") for path, kind in kinds.items()]
 
 
 def resolve_run(given: Given) -> RunConfig:
@@ -97,7 +88,7 @@ def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
 
 def with_paths(message: str) -> str:
     """Return an error message with a run's options, such as `heads=3`, replaced by their paths: `model.heads=3`."""
-    paths = {path.partition(".")[2]: path for path in (*(option.name for option in options_of_any_rule()), *KINDS)}
+    paths = {path.partition(".")[2]: path for path in kinds_of_all_rules()}
     return re.sub(r"(?<![\w./-])\w+(?==)", lambda name: paths.get(name[0], name[0]), message)
 
 
@@ -114,8 +105,9 @@ def parse_run(
         return [option for option in (PRESET, RECIPE, CONFIG, TOKENS, *own, *options) if option.name not in without]
 
     asks = {argument for argument in arguments if argument in ("-h", "--help", "--help-all")}
-    shared = run_options(resolve(DEFAULT_PRESET, {"rule.name": DENSE}))
-    given = parse(prog, "", offered([*shared, *options_of_any_rule()]), [a for a in arguments if a not in asks])
+    every = {"rule.name": Literal[(DENSE, *RULES)], **kinds_of_all_rules()}
+    accepted = offered([Option(path, kind, None, "") for path, kind in every.items()])
+    given = parse(prog, "", accepted, [argument for argument in arguments if argument not in asks])
     if asks:
         shown = offered(run_options(resolve_run(given)))
         if "--help-all" not in asks:

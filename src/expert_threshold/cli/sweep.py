@@ -14,7 +14,7 @@ from ..compare.experiment import opened
 from ..compare.running import OF_EXPERTS
 from ..compare.sweep import SWEEP, Dimension, Sweep, Tunable, require_optuna
 from ..compare.sweep_page import HEAD, best_rows, write_page
-from ..config import DEFAULT_PRESET, KINDS, RunConfig, by_path, kinds, nested
+from ..config import DEFAULT_PRESET, KINDS, RunConfig, by_path, kinds, kinds_of_all_rules, nested
 from ..install import et
 from ..option import Bounds, Count, Minutes, alternatives, convert, did_you_mean
 from ..plan import costs
@@ -24,7 +24,7 @@ from ..train.device import keep_freed_memory
 from ..train.log import clock, say
 from .compare import chosen_methods, configure, decided, leaves_open
 from .options import SHORT, Option, flag_of
-from .run_options import Given, options_of_any_rule, parse_run, read_config_file, resolve_run, start_of
+from .run_options import Given, parse_run, read_config_file, resolve_run, start_of
 from .tables import console_for_tables, table
 
 FACTOR = 8
@@ -138,8 +138,7 @@ def present_values(config: RunConfig, path: str) -> list[Any]:
 def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict[str, str]:
     """Return the values in --space entries, keyed by path. Raises ValueError if an option cannot be searched."""
     paths = {short: path for path, short in SHORT.items()}
-    known = {path for path in KINDS if path.startswith(("model.", "optim."))}
-    known |= {option.name for option in options_of_any_rule()}
+    known = {path for path in kinds_of_all_rules() if path.startswith(("model.", "optim.", "rule."))}
     space: dict[str, str] = {}
     for text in texts:
         typed, _, values = (part.strip() for part in text.partition("="))
