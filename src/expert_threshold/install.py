@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
-
-DISTRIBUTION = "expert-threshold"
 
 
 def et() -> str:
@@ -36,20 +30,9 @@ def _script() -> Path | None:
 
 
 def install(extra: str) -> str:
-    """Return the command that adds one of the package's optional extras to this installation."""
+    """Return the command that adds one of the package's optional extras to this installation.
+
+    pip leaves an installed package as it is, even if it is editable, and installs only what the extra needs.
+    """
     pip = "pip" if et() == "et" else f"{shlex.quote(str(Path(sys.argv[0]).with_name('python')))} -m pip"
-    clone = _clone()
-    if clone is None:
-        return f"{pip} install '{DISTRIBUTION}[{extra}]'"
-    here = "." if clone == Path.cwd() else str(clone)
-    return f"{pip} install -e {shlex.quote(f'{here}[{extra}]')}"
-
-
-def _clone() -> Path | None:
-    """Return the source folder of an editable installation, or None."""
-    try:
-        record = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
-    except (metadata.PackageNotFoundError, ValueError):
-        return None
-    editable = record.get("dir_info", {}).get("editable", False)
-    return Path(url2pathname(urlsplit(record["url"]).path)).resolve() if editable else None
+    return f"{pip} install 'expert-threshold[{extra}]'"
