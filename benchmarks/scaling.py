@@ -137,7 +137,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     layout = {"expert_parallel": config.expert_parallel, "shard": config.shard, "timeout": config.timeout}
     with process_groups(Rendezvous.from_env(), pick_device(config.device), **layout) as parallel:  # type: ignore[arg-type]
         found = [steps_of(run, tokens, parallel, arguments.steps) for run in runs]
-        if parallel.is_main:
+        if parallel.ranks.is_main:
             arguments.out.write_text(json.dumps(found))
 
 
@@ -147,15 +147,15 @@ def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> 
     model = GPT(run.model, compute_dtype(run.train.dtype)).train()
     shards = parallelize(model, run.optim, parallel)
     optimizers = make_optimizers(shards.parameters.items(), run.optim, run.model.d_model)
-    local = local_batch(run.train.batch_size, run.train.accumulation, run.model.rule, parallel.world_size)
-    place = parallel.rank, parallel.world_size
+    local = local_batch(run.train.batch_size, run.train.accumulation, run.model.rule, parallel.ranks.world_size)
+    place = parallel.ranks.rank, parallel.ranks.world_size
     loader = Loader(tokens, local.batch_size, run.model.context, 0, *place, group=parallel.world)
     state = TrainState(model, optimizers, loader, run.train, parallel=parallel, local=local, shards=shards)
     remote: list[int] = []  # rows that the tokens would send to other ranks, in each forward of a router
 
     def count_rows(_module: object, _inputs: object, routing: Any) -> None:
-        owners = routing.assignment.flatten(0, 1).unflatten(1, (parallel.world_size, -1)).any(2)
-        remote.append(int(owners.sum() - owners[:, parallel.rank].sum()))
+        owners = routing.assignment.flatten(0, 1).unflatten(1, (parallel.ranks.world_size, -1)).any(2)
+        remote.append(int(owners.sum() - owners[:, parallel.ranks.rank].sum()))
 
     for _, moe in model.moe_layers():
         moe.router.register_forward_hook(count_rows)
@@ -175,7 +175,7 @@ def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> 
     totals = torch.tensor([*(counter.bytes[kind] for kind in kinds), rows], dtype=torch.float64)
     if parallel.world is not None:
         dist.all_reduce(totals, group=parallel.world)
-    *by_kind, rows = (totals / parallel.world_size).tolist()
+    *by_kind, rows = (totals / parallel.ranks.world_size).tolist()
     return {
         "bytes": dict(zip(kinds, by_kind, strict=True)),
         "other": counter.bytes["other"],

@@ -10,6 +10,7 @@ from rich.console import Console
 from .analysis.report import write_report
 from .config import RunConfig
 from .data import Tokenizer
+from .distributed import ALONE
 from .errors import is_out_of_memory
 from .generate import generate
 from .model import GPT
@@ -36,8 +37,7 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
             "out of memory; use a smaller --batch-size with more --accumulation, --train.activation-checkpointing, "
             "or a smaller model"
         ) from error
-    rendezvous = options.get("rendezvous")
-    if rendezvous is not None and rendezvous.rank > 0:
+    if not options.get("rendezvous", ALONE).is_main:
         return result
     try:
         write_report(folder, partial(say, console))

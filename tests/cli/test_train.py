@@ -8,7 +8,6 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -211,6 +210,6 @@ def test_a_dispatch_that_cannot_run_here_is_refused_before_anything_is_written(
 )
 def test_ranks_that_give_a_rule_smaller_pools_are_told(rule: str, accumulation: int, told: bool) -> None:
     config = resolved(f"tiny --rule {rule} --accumulation {accumulation}")
-    said = train_command.introduce(config, mock.Mock(world_size=2))
+    said = train_command.introduce(config, 2)
     assert ("uses pools of 1,024 tokens on each rank, not 2,048 as in a single process" in said) == told
-    assert "on each rank" not in train_command.introduce(config, None)
+    assert "on each rank" not in train_command.introduce(config, 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.distributed import FileStore
 
 from expert_threshold.data import Batch, Loader
-from expert_threshold.distributed import Rendezvous
+from expert_threshold.distributed import ALONE, Rendezvous
 from expert_threshold.model import gpt
 from expert_threshold.routing import ExpertThreshold
 from expert_threshold.runs import RunFolder
@@ -49,7 +49,7 @@ def trial(rank: int, ranks: int, seed: int, turns: FileStore, alone: RunFolder, 
         options = chance.choice(LAYOUTS) if count > 1 else {}
         if rank < count:
             store = FileStore(str(folder / f"store{seed}_{last}"), count)
-            rendezvous = Rendezvous(store, rank, count, rank, count) if count > 1 else None
+            rendezvous = Rendezvous(store, rank, count, rank, count)
             here = replace(config, sample_every=last if last < STEPS else None, **options)
             run(path, folder / "corpus.jsonl", RULE, here, rendezvous, ADDITIONS, "nanochat", sample=stop)
         turns.set(f"{seed} {last} {rank}", json.dumps(rows))
@@ -69,7 +69,7 @@ def main(rank: int, ranks: int, folder: Path, trials: str) -> None:
     config = replace(CONFIG, steps=STEPS, eval_every=None, checkpoint_every=5)
     turns, alone = FileStore(str(folder / "turns"), ranks), RunFolder(folder / "alone")
     if rank == 0:
-        run(alone.path, folder / "corpus.jsonl", RULE, config, None, ADDITIONS, "nanochat")
+        run(alone.path, folder / "corpus.jsonl", RULE, config, ALONE, ADDITIONS, "nanochat")
     expected = Counter(rows)
     for seed in range(int(trials)) if (only := os.environ.get("ET_TRIAL")) is None else [int(only)]:
         trial(rank, ranks, seed, turns, alone, expected)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import FileStore
 
 from expert_threshold.data import DataConfig
-from expert_threshold.distributed import Rendezvous
+from expert_threshold.distributed import ALONE, Rendezvous
 from expert_threshold.model import TRUNKS, gpt
 from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
@@ -84,7 +84,7 @@ def run(
     corpus: Path,
     rule: Rule | None,
     config: TrainConfig,
-    rendezvous: Rendezvous | None,
+    rendezvous: Rendezvous,
     optim: OptimConfig = OPTIM,
     trunk: str = "paper",
     **options: Any,
@@ -92,7 +92,7 @@ def run(
     """Train there from the beginning or, if it exists, from its last checkpoint."""
     folder = RunFolder(path)
     resume = (path / "config.json").exists()
-    if rendezvous is None or rendezvous.rank == 0:
+    if rendezvous.is_main:
         path.mkdir(exist_ok=True)
     model, data = tiny(rule, **TRUNKS[trunk]), DataConfig(str(corpus))
     train(folder, model, data, optim, config, resume=resume, rendezvous=rendezvous, **options)
@@ -139,14 +139,14 @@ def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
     for number, (last, ranks, options) in enumerate(LAYOUTS):
         if rank < ranks:
             store = FileStore(str(folder / f"layout{number}"), ranks)
-            rendezvous = Rendezvous(store, rank, ranks, rank, ranks) if ranks > 1 else None
+            rendezvous = Rendezvous(store, rank, ranks, rank, ranks)
             here = replace(config, sample_every=last if last < config.steps else None, **options)
             run(folder / "layouts", corpus, THRESHOLD, here, rendezvous, ADDITIONS, "nanochat", sample=stop)
         if rank == 0:
             turns.set(str(number), "")
         turns.wait([str(number)])
     if rank == 0:
-        one = run(folder / "layouts_alone", corpus, THRESHOLD, config, None, ADDITIONS, "nanochat")
+        one = run(folder / "layouts_alone", corpus, THRESHOLD, config, ALONE, ADDITIONS, "nanochat")
         assert_same(RunFolder(folder / "layouts"), one, 1e-5)
         turns.set("compared", "")
     turns.wait(["compared"])  # else the others' next run would wait for this rank, and for some seconds only
@@ -174,5 +174,5 @@ def main(rank: int, ranks: int, folder: Path, which: str) -> None:
         store = FileStore(str(folder / f"store_{name}"), ranks)
         run(folder / name, corpus, rule, config, Rendezvous(store, rank, ranks, rank, ranks))
     for name, (rule, _, config) in list(cases.items())[rank::ranks]:
-        one = run(folder / f"{name}_alone", corpus, rule, config, None)
+        one = run(folder / f"{name}_alone", corpus, rule, config, ALONE)
         assert_same(RunFolder(folder / name), one, 2e-5)

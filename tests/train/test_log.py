@@ -76,7 +76,7 @@ def test_time_left_is_that_of_steps_to_come_at_the_pace_so_far(tmp_path: Path, m
     now = 100.0
     monkeypatch.setattr("expert_threshold.train.log.time.monotonic", lambda: now)
     state: Any = mock.Mock(step=10, steps=110, not_finite="", skipped_in_a_row=0, **{"is_due.return_value": False})
-    state.parallel.from_main.side_effect = lambda make: make()
+    state.parallel.ranks.from_main.side_effect = lambda make: make()
     left: list[float | None] = []
     log = RunLog(RunFolder(tmp_path), Prepared(state, *[mock.Mock()] * 4, None), Display(None), left.append, None)
     now, state.step = now + 40, 30  # resumed at step 10

@@ -49,9 +49,6 @@ def test_a_commit_that_fails_after_the_last_status_is_told(tmp_path: Path, monke
     class Ranks(Parallel):
         """The only rank of a group. The commit fails between its status and the sum of all ranks'."""
 
-        def from_main(self, make: Any) -> Any:
-            return make()
-
         def all_reduce(self, status: Status) -> Status:
             if saver._commit is not None:
                 full.allowed.set()

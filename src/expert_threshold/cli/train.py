@@ -18,7 +18,7 @@ import torch
 from .. import __version__
 from ..analysis.sentences import counted, short
 from ..config import RunConfig, in_section
-from ..distributed import INTERRUPTED, Failure, Rendezvous, from_main, is_lost_rank, launch, local_batch, mesh_sizes
+from ..distributed import INTERRUPTED, Failure, Rendezvous, is_lost_rank, launch, local_batch
 from ..files import missing_folders, remove_empty
 from ..full_run import SAMPLING, train_run
 from ..generate import printable
@@ -69,10 +69,10 @@ OPTIONS = [
 def run(arguments: Sequence[str]) -> None:
     """Train as the arguments say, or as one rank if a launcher has started several."""
     rendezvous = Rendezvous.from_env()
-    if rendezvous is None:
-        _run(arguments, None, [])
-        return
     folders: list[RunFolder] = []
+    if rendezvous.is_alone:
+        _run(arguments, rendezvous, folders)
+        return
     # The launcher terminates all ranks as soon as one exits, so they first agree on what to report.
     handle(signal.default_int_handler)
     code = 0
@@ -103,63 +103,57 @@ def _failure(error: BaseException) -> Failure:
     return Failure(text, 1)
 
 
-def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[RunFolder]) -> None:
+def _run(arguments: Sequence[str], rendezvous: Rendezvous, folders: list[RunFolder]) -> None:
     """Train, and append the run's folder to `folders` as soon as it is known."""
     given = parse_run("et train", "Train a language model into a run folder, or resume one.", OPTIONS, arguments)
     lengths = [f"{path}={given[path]}" for path in ("train.steps", "tokens", "minutes") if given.get(path) is not None]
     if len(lengths) > 1:
         raise ValueError(f"{' and '.join(lengths)} each set the length of the run; use only one of them")
     if "init_from" in given:
-        given["init_from"] = from_main(rendezvous, lambda: run_folder(given["init_from"]))
+        given["init_from"] = rendezvous.from_main(lambda: run_folder(given["init_from"]))
     processes = given.pop("nproc", None)
-    if processes not in (None, 1) and rendezvous is None:  # this process is not a launched rank itself
+    if processes not in (None, 1) and rendezvous.is_alone:  # this process is not a launched rank itself
         _launch(arguments, given, processes)
         return
     keep_freed_memory()
-    if rendezvous is not None:
-        facts = {name: value for name, value in given.items() if name != "data.source"}  # the text is compared later
-        rendezvous.require_equal({"version": __version__, "torch": torch.__version__} | facts, SAME_COMMAND)
-    is_main = rendezvous is None or rendezvous.rank == 0
-    console = RunConsole(quiet=not is_main)
+    facts = {name: value for name, value in given.items() if name != "data.source"}  # the text is compared later
+    rendezvous.require_equal({"version": __version__, "torch": torch.__version__} | facts, SAME_COMMAND)
+    console = RunConsole(quiet=not rendezvous.is_main)
     out = given["resume"] if "resume" in given else given.get("out", _default_out(given))
     made = f"made {out}"
-    again = False  # whether the launcher restarted the ranks after a failure, and the run had started and so can resume
-    if rendezvous is not None:
-        again = from_main(rendezvous, lambda: rendezvous.is_marked(made) and Path(out, "config.json").is_file())
+    # The launcher may have restarted the ranks after a failure, when the run had started and so can resume.
+    again = rendezvous.from_main(lambda: rendezvous.is_marked(made) and Path(out, "config.json").is_file())
     if "resume" in given or again:
         folder = RunFolder.open(out)
         folders.append(folder)
-        ranks = 1 if rendezvous is None else rendezvous.world_size
-        config = _resumed(folder, given, ranks) if "resume" in given else _config_of(folder)
-        console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
+        config = _resumed(folder, given, rendezvous.world_size) if "resume" in given else _config_of(folder)
+        say(console, introduce(config, rendezvous.world_size))
         if "train.threads" not in given and (note := _other_threads(config)) is not None:
-            console.print(note, highlight=False, soft_wrap=True)
+            say(console, note)
         minutes = given.get("minutes") if "resume" in given else None  # a restarted run keeps its own
         result = train_run(folder, config, console, resume=True, minutes=minutes, rendezvous=rendezvous)
     else:
         config = resolve_run(given)
         init_from = Path(given["init_from"]) if "init_from" in given else None
         minutes = given.get("minutes")
-        if minutes is not None and rendezvous is not None:
+        if minutes is not None and not rendezvous.is_alone:
             raise ValueError(f"minutes={minutes} is not supported with several ranks; use --steps")
         missing = missing_folders(Path(out))
-        folder = RunFolder(Path(from_main(rendezvous, lambda: str(RunFolder.create(out).path))))
+        folder = RunFolder(Path(rendezvous.from_main(lambda: str(RunFolder.create(out).path))))
         folders.append(folder)
-        if rendezvous is not None:
-            rendezvous.mark(made)
+        rendezvous.mark(made)
         try:
             if minutes is not None:
-                console.print("measuring the speed of this machine", highlight=False)
+                say(console, "measuring the speed of this machine")
                 tokens = tokens_within(60 * minutes, config.model, config.optim, config.train)
                 config = resolve_run(given | {"tokens": tokens})
-            console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
-            start = {"init_from": init_from, "minutes": minutes}
-            result = train_run(folder, config, console, rendezvous=rendezvous, **start)
+            say(console, introduce(config, rendezvous.world_size))
+            result = train_run(folder, config, console, init_from=init_from, minutes=minutes, rendezvous=rendezvous)
         except BaseException:
-            if is_main:
+            if rendezvous.is_main:
                 remove_empty(missing)
             raise
-    if result.finished and is_main:
+    if result.finished and rendezvous.is_main:
         say(console, conclude(folder, result))
 
 
@@ -171,7 +165,6 @@ def _default_out(given: dict[str, Any]) -> str:
 def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> None:
     """Run the same command in several processes. Raises ValueError before that if they would reject an option."""
     config = _resumed(RunFolder.open(given["resume"]), given, processes) if "resume" in given else resolve_run(given)
-    mesh_sizes(processes, config.train.expert_parallel)
     require_trainable(config.model, config.train, processes)
     code = launch([*program(), "train", *arguments], processes)
     if code:
@@ -217,30 +210,30 @@ def _other_threads(config: RunConfig) -> str | None:
     return f"note: using {threads} as before, so that rounding is the same; --threads {usual} uses {usual}"
 
 
-def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:
+def introduce(config: RunConfig, ranks: int) -> str:
     """Return lines about the model and the training to come. Raises ValueError if the device is absent."""
-    ranks = "" if rendezvous is None else f", {counted(rendezvous.world_size, 'rank')}"
     cost = costs(config)
     rule = config.model.rule
     experts = "" if rule is None else f" among {rule.num_experts} experts, {rule.experts_per_token:g} per token"
     device = pick_device(config.train.device)
     dtype = str(pick_dtype(config.train.dtype, device)).removeprefix("torch.")
     threads = f", {counted(config.train.threads or torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
+    processes = f", {ranks} ranks" if ranks > 1 else ""
     lines = [
         f"model: {short(cost['params_total'])} parameters, {short(cost['params_active'])} active; "
         f"rule {cost['rule']}{experts}",
         f"training: {cost['steps']:,} steps of {cost['tokens_per_step']:,} tokens = {short(cost['tokens'])} tokens, "
-        f"{cost['flops_total']:.2e} FLOPs; on {device.type} in {dtype}{threads}{ranks}",
+        f"{cost['flops_total']:.2e} FLOPs; on {device.type} in {dtype}{threads}{processes}",
     ]
     if cost["assumed"] is not None:
         lines.append(f"note: {cost['assumed']}")
-    if rule is not None and rendezvous is not None:
-        local = local_batch(config.train.batch_size, config.train.accumulation, rule, rendezvous.world_size)
+    if rule is not None:
+        local = local_batch(config.train.batch_size, config.train.accumulation, rule, ranks)
         pool = window(config, local).pool
         if pool != cost["pool"]:
             lines.append(
                 f"note: {cost['rule']} uses pools of {pool:,} tokens on each rank, not {cost['pool']:,} as in a single "
-                f"process; an --accumulation divisible by {rendezvous.world_size} keeps its micro-batches whole"
+                f"process; an --accumulation divisible by {ranks} keeps its micro-batches whole"
             )
     return "\n".join(lines)
 

@@ -6,10 +6,10 @@ Each rank is a process with one device. Models and optimizers do not depend on t
 from .mesh import LocalBatch, Parallel, Status, competes_on_rank, local_batch, mesh_sizes, process_groups
 from .optimizer_shards import OptimizerShards, Slice
 from .parallelize import parallelize
-from .rendezvous import INTERRUPTED, Failure, Rendezvous, from_main, is_lost_rank, launch
+from .rendezvous import ALONE, INTERRUPTED, Failure, Rendezvous, is_lost_rank, launch
 
 __all__ = [
-    "INTERRUPTED", "Failure", "LocalBatch", "OptimizerShards", "Parallel", "Rendezvous", "Slice", "Status",
-    "competes_on_rank", "from_main", "is_lost_rank", "launch", "local_batch", "mesh_sizes", "parallelize",
+    "ALONE", "INTERRUPTED", "Failure", "LocalBatch", "OptimizerShards", "Parallel", "Rendezvous", "Slice", "Status",
+    "competes_on_rank", "is_lost_rank", "launch", "local_batch", "mesh_sizes", "parallelize",
     "process_groups",
 ]  # fmt: skip

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..routing import Rule
-from .rendezvous import MIN_HEARTBEAT_TIMEOUT, Rendezvous, from_main, is_lost_rank
+from .rendezvous import ALONE, MIN_HEARTBEAT_TIMEOUT, Rendezvous, is_lost_rank
 
 DP, EP = "dp", "ep"
 CPU = torch.device("cpu")
@@ -38,24 +38,12 @@ class Parallel:
     Every rank sees different data. A layer's experts are split over the `ep` dimension of the mesh (dp, ep).
     """
 
-    rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1  # ranks on this machine
+    ranks: Rendezvous = ALONE
     device: torch.device = CPU
     world: dist.ProcessGroup | None = None  # all ranks; accepts CPU tensors too
     flat: DeviceMesh | None = None  # all ranks in one dimension
     mesh: DeviceMesh | None = None  # (dp, ep)
-    rendezvous: Rendezvous | None = None
     shard: bool = False  # FSDP2 splits parameters, gradients and optimizer state over all ranks
-
-    @property
-    def is_main(self) -> bool:
-        """True on the rank that prints, and that writes what all ranks have in common."""
-        return self.rank == 0
-
-    def from_main(self, make: Callable[[], Any]) -> Any:
-        """Return the main rank's `make()` on every rank; see `Rendezvous.from_main`."""
-        return from_main(self.rendezvous, make)
 
     def all_reduce(self, status: Status) -> Status:
         """Return the sum of the statuses of all ranks."""
@@ -146,34 +134,33 @@ def local_device(device: torch.device, local_rank: int, local_world_size: int) -
 
 @contextmanager
 def process_groups(
-    rendezvous: Rendezvous | None, device: torch.device, *, expert_parallel: int = 1, shard: bool = False, timeout: int
+    rendezvous: Rendezvous, device: torch.device, *, expert_parallel: int = 1, shard: bool = False, timeout: int
 ) -> Iterator[Parallel]:
-    """Create the process groups, which exist within the context. Without a rendezvous, yield a single process.
+    """Create the process groups, which exist within the context. A single process has none.
 
     Collectives fail after `timeout` seconds without a response. Raises ValueError if the mesh or the devices do not
     match the number of ranks, or if the ranks cannot connect.
     """
-    if rendezvous is None:
-        mesh_sizes(1, expert_parallel)
+    sizes = mesh_sizes(rendezvous.world_size, expert_parallel)
+    if rendezvous.is_alone:
         yield Parallel(device=device)
         return
     rendezvous.heartbeat_timeout = max(timeout, MIN_HEARTBEAT_TIMEOUT)
-    rank, ranks, local_ranks = rendezvous.rank, rendezvous.world_size, rendezvous.local_world_size
-    sizes = mesh_sizes(ranks, expert_parallel)
-    device = local_device(device, rendezvous.local_rank, local_ranks)
+    device = local_device(device, rendezvous.local_rank, rendezvous.local_world_size)
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        patience = timedelta(seconds=timeout)
-        dist.init_process_group(backend, store=rendezvous.group_store, rank=rank, world_size=ranks, timeout=patience)
+        dist.init_process_group(
+            backend, None, timedelta(seconds=timeout), rendezvous.world_size, rendezvous.rank, rendezvous.group_store
+        )
     except RuntimeError as error:
         if is_lost_rank(error):
             raise
         raise ValueError(f"this rank cannot connect to the others: {' '.join(str(error).split())}") from error
-    flat = init_device_mesh(device.type, (ranks,), mesh_dim_names=("all",))
+    flat = init_device_mesh(device.type, (rendezvous.world_size,), mesh_dim_names=("all",))
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(DP, EP))
-    yield Parallel(rank, ranks, local_ranks, device, dist.group.WORLD, flat, mesh, rendezvous, shard)
+    yield Parallel(rendezvous, device, dist.group.WORLD, flat, mesh, shard)
     # Not in a `finally`: after an error, other ranks may be waiting for this one, and only its exit stops them.
     dist.destroy_process_group()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch.distributed import DistError, DistNetworkError, DistStoreError, is_torchelastic_launched
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -47,14 +48,15 @@ class Failure(NamedTuple):
 class Rendezvous:
     """The ranks that were launched together, and their store. Values are sent as JSON, so nothing is unpickled.
 
-    store: a store for this start only. launch_store: a store whose keys survive restarts by the launcher. Defaults to
-    `store`.
+    By default, there is only this process. store: a store for this start only. launch_store: a store whose keys survive
+    restarts by the launcher. Defaults to `store`.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, local_rank: int, local_world_size: int,
-        launch_store: Store | None = None,
+        self, store: Store | None = None, rank: int = 0, world_size: int = 1, local_rank: int = 0,
+        local_world_size: int = 1, launch_store: Store | None = None,
     ) -> None:  # fmt: skip
+        store = dist.HashStore() if store is None else store  # type: ignore[attr-defined]
         self.rank, self.world_size = rank, world_size
         self.local_rank, self.local_world_size = local_rank, local_world_size
         self.group_store = PrefixStore("groups", store)
@@ -71,18 +73,28 @@ class Rendezvous:
         return self._launcher not in (None, os.getppid())
 
     @classmethod
-    def from_env(cls) -> Rendezvous | None:
-        """Join the ranks that were launched with this one. Return None for a single process.
+    def from_env(cls) -> Rendezvous:
+        """Join the ranks that were launched with this one.
 
         torch's `is_torchelastic_launched` would miss other launchers than torchrun that set the same variables.
         """
         if not (int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ):
-            return None
+            return cls()
         store, rank, world_size = next(iter(rendezvous("env://", timeout=JOIN_TIMEOUT)))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         this_start = PrefixStore(_name_of_start(store, rank, world_size), store)
         return cls(this_start, rank, world_size, local_rank, local_world_size, store)
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that prints, and that writes what all ranks have in common."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """True for a single process."""
+        return self.world_size == 1
 
     def mark(self, key: str) -> None:
         """Set a mark that stays visible to all ranks even after the launcher has restarted them."""
@@ -99,6 +111,8 @@ class Rendezvous:
         heartbeats while it runs. If it raises ValueError or OSError, every other rank raises ValueError with the same
         text. Raises DistError after `heartbeat_timeout` seconds without a heartbeat.
         """
+        if self.is_alone:
+            return make()
         self._count += 1
         key = f"value/{self._count}"
         if self.rank == 0:
@@ -121,6 +135,8 @@ class Rendezvous:
 
         The error names the first rank that differs from the main rank, and up to three facts that differ.
         """
+        if self.is_alone:
+            return
         self._compared += 1
         key = f"facts/{self._compared}"
         self._store.set(f"{key}/{self.rank}", json.dumps(facts))
@@ -217,6 +233,10 @@ class Rendezvous:
         return " ".join(f"rank {rank}: {text}; {remedy}" for rank, text in texts[:1]) or INTERRUPTED
 
 
+ALONE = Rendezvous()
+"""A single process."""
+
+
 def _shown(facts: Mapping[str, Any], name: str) -> str:
     return repr(facts[name]) if name in facts else "its default"
 
@@ -243,11 +263,6 @@ def _name_of_start(store: Store, rank: int, world_size: int) -> str:
             raise ValueError(f"not all of the {world_size} ranks started within {JOIN_TIMEOUT}; start them again")
         time.sleep(0.05)
     return mine
-
-
-def from_main(rendezvous: Rendezvous | None, make: Callable[[], Any]) -> Any:
-    """Return `rendezvous.from_main(make)`, or `make()` in a single process."""
-    return make() if rendezvous is None else rendezvous.from_main(make)
 
 
 def is_lost_rank(error: BaseException) -> bool:

@@ -61,7 +61,7 @@ class Timer:
         state = self._state
         if state.budget.seconds is None:
             return
-        decided = state.parallel.from_main(lambda: state.budget.decide(state.step, state.elapsed, self._between))
+        decided = state.parallel.ranks.from_main(lambda: state.budget.decide(state.step, state.elapsed, self._between))
         if decided is not None:
             before, decision = state.steps, Decision(*decided)
             state.budget.decisions.append(decision)
@@ -116,11 +116,11 @@ class Evaluations:
             self.saver.finish()  # the main rank reads the model from this checkpoint
         if self._is_due("sample"):
             with self.timer.measure("sample"):
-                self.parallel.from_main(self._write_sample)
+                self.parallel.ranks.from_main(self._write_sample)
             self.log.done["sample"].add(self.state.step)
         if self._is_due("core"):
             with self.timer.paused():  # a run's time budget does not include CORE
-                completed = self.parallel.from_main(self._evaluate_core)
+                completed = self.parallel.ranks.from_main(self._evaluate_core)
             if completed:
                 self.log.done["core"].add(self.state.step)
 

@@ -243,7 +243,7 @@ class RunLog:
         state = prepared.state
         self._first, self._start = state.step, time.monotonic()
         self._summary = ""
-        done, last, dead = state.parallel.from_main(lambda: _logged(folder))
+        done, last, dead = state.parallel.ranks.from_main(lambda: _logged(folder))
         self.last: tuple[float | None, float | None] = (last[0], last[1])
         self.done: dict[str, set[int]] = {kind: set(steps) for kind, steps in done.items()}
         self._dead: set[tuple[int, int]] = set(map(tuple, dead))
@@ -319,7 +319,7 @@ class RunLog:
             )
         self._record["train"] |= {"steps": decision.steps}
         self._record["time"] |= {"decisions": [list(each) for each in budget.decisions]}
-        if self._state.parallel.is_main:
+        if self._state.parallel.ranks.is_main:
             self._folder.write_config(self._record)
 
     def validation(self, validation: Validation, elapsed: float) -> None:
@@ -335,7 +335,7 @@ class RunLog:
         self._say(f"CORE {core['metric']:.4f}")
 
     def _write(self, split: str, record: dict[str, Any]) -> None:
-        if not self._state.parallel.is_main:
+        if not self._state.parallel.ranks.is_main:
             return
         self._folder.metrics.append({"step": self._state.step, "split": split} | record)
         if self._track is not None:
@@ -353,9 +353,9 @@ def run_log(folder: RunFolder, prepared: Prepared, display: Display, title: Titl
             folder.write_tokenizer(prepared.tokenizer)
         folder.metrics.truncate_after(state.step)
 
-    name: TrackerName = state.config.track if state.parallel.is_main else "none"
+    name: TrackerName = state.config.track if state.parallel.ranks.is_main else "none"
     with tracking(name, folder, prepared.record, state.step) as opened:
-        state.parallel.from_main(begin)
+        state.parallel.ranks.from_main(begin)
         yield RunLog(folder, prepared, display, title, opened)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..data import DataConfig, Loader, Tokenizer, Tokens
-from ..distributed import LocalBatch, Rendezvous, Status, from_main, process_groups
+from ..distributed import ALONE, LocalBatch, Rendezvous, Status, process_groups
 from ..install import et
 from ..model import GPTConfig, Output
 from ..optim import OptimConfig
@@ -59,7 +59,7 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     """
     start = time.perf_counter()
     model, optimizers, shards, local = state.model, state.optimizers, state.shards, state.local
-    world_size, step, budget = state.parallel.world_size, state.step, state.budget
+    world_size, step, budget = state.parallel.ranks.world_size, state.step, state.budget
     micro_batches = local.accumulation * world_size  # of all ranks
     tokens = 0
     sums: Sums | None = None
@@ -130,7 +130,7 @@ def train(
     validated: Validated | None = None,
     console: Console | None = None,
     title: Title = lambda left: "",
-    rendezvous: Rendezvous | None = None,
+    rendezvous: Rendezvous = ALONE,
 ) -> TrainResult:
     """Train a run in a folder that was created for it or, with `resume`, continue from its last checkpoint.
 
@@ -150,13 +150,12 @@ def train(
         raise ValueError(f"sample_every={config.sample_every} needs the argument `sample`, which generates the text")
     if resume and init_from is not None:
         raise ValueError(f"init_from={init_from} starts a new run; omit it to resume {folder.path}")
-    is_main = rendezvous is None or rendezvous.rank == 0
     sections = model.to_dict()
     options = sections["model"] | sections["rule"] | asdict(optim) | asdict(config)
     with (
         _locked(folder, rendezvous, options),
-        Interrupt(quiet=rendezvous is not None) as interrupt,
-        Display(console if is_main else None) as display,
+        Interrupt(quiet=not rendezvous.is_alone) as interrupt,
+        Display(console if rendezvous.is_main else None) as display,
         process_groups(
             rendezvous,
             pick_device(config.device),
@@ -169,7 +168,7 @@ def train(
         state = prepared.state
 
         def asks_to_stop() -> bool:
-            return interrupt.requested or (rendezvous is not None and rendezvous.is_orphaned)
+            return interrupt.requested or rendezvous.is_orphaned
 
         with (
             run_log(folder, prepared, display, title) as log,
@@ -210,22 +209,21 @@ def train(
 
 
 @contextmanager
-def _locked(folder: RunFolder, rendezvous: Rendezvous | None, options: Mapping[str, Any]) -> Iterator[None]:
+def _locked(folder: RunFolder, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Iterator[None]:
     """Hold the folder's lock on the main rank.
 
     Raises ValueError on every rank if the folder is already locked, if ranks have different options, or if they do not
     share the folder.
     """
     with ExitStack() as stack:
-        from_main(rendezvous, lambda: stack.enter_context(folder.lock()))
-        if rendezvous is not None:
-            rendezvous.require_equal(options, SAME_COMMAND)
-            lock = folder.path / LOCK
-            end = time.monotonic() + SHARED_WITHIN
-            while not lock.exists() and time.monotonic() < end:
-                time.sleep(0.1)
-            seen = {str(lock): lock.read_text(encoding="utf-8") if lock.exists() else None}
-            rendezvous.require_equal(seen, "put the run folder on a file system that all ranks share")
+        rendezvous.from_main(lambda: stack.enter_context(folder.lock()))
+        rendezvous.require_equal(options, SAME_COMMAND)
+        lock = folder.path / LOCK
+        end = time.monotonic() + SHARED_WITHIN
+        while not lock.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        seen = {str(lock): lock.read_text(encoding="utf-8") if lock.exists() else None}
+        rendezvous.require_equal(seen, "put the run folder on a file system that all ranks share")
         yield
 
 

@@ -67,7 +67,7 @@ def prepare(
 
     text: the result of `read_text` for these options, or None to read the text here.
     """
-    require_trainable(model, config, parallel.world_size)
+    require_trainable(model, config, parallel.ranks.world_size)
     device = parallel.device
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -81,7 +81,7 @@ def prepare(
         record["command"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         if minutes is not None:
             record["time"] = {"minutes": minutes, "decisions": []}
-    record["compiled"] = pick_compile(model, config, device, parallel.world_size, display.say)
+    record["compiled"] = pick_compile(model, config, device, parallel.ranks.world_size, display.say)
     dtype = pick_dtype(config.dtype, device)
     record["kernels"] = kernels_run(device, dtype)
     if (off := kernels_off(device, dtype)) is not None:
@@ -110,13 +110,13 @@ def prepare(
         else:
             tokenizer = (source or folder).tokenizer()
         text = _tokenized(corpus, tokenizer, config, model.context, display)
-    if parallel.rendezvous is not None:
-        facts = {"text": corpus.hash, "tokenizer": text.tokenizer.hash, "dtype": str(dtype)}
-        parallel.rendezvous.require_equal(facts, "give every rank the same text and the same kind of machine")
-    local = local_batch(config.batch_size, config.accumulation, model.rule, parallel.world_size)
-    threads = max(1, ((os.cpu_count() or 1) - 1) // parallel.local_world_size)
+    facts = {"text": corpus.hash, "tokenizer": text.tokenizer.hash, "dtype": str(dtype)}
+    parallel.ranks.require_equal(facts, "give every rank the same text and the same kind of machine")
+    local = local_batch(config.batch_size, config.accumulation, model.rule, parallel.ranks.world_size)
+    ranks = parallel.ranks
+    threads = max(1, ((os.cpu_count() or 1) - 1) // ranks.local_world_size)
     loader = Loader(
-        text.train, local.batch_size, model.context, config.seed, parallel.rank, parallel.world_size, threads=threads,
+        text.train, local.batch_size, model.context, config.seed, ranks.rank, ranks.world_size, threads=threads,
         group=parallel.world,
     )  # fmt: skip
     shards = parallelize(gpt, optim, parallel)
@@ -232,7 +232,7 @@ def _starting_point(
             )
         return folder.latest_checkpoint()
 
-    step = parallel.from_main(last) if resume else None
+    step = parallel.ranks.from_main(last) if resume else None
     saved = None if step is None else folder.load_checkpoint(step)
     if saved is not None and "optimizer" not in saved.tensors:
         raise ValueError(
@@ -280,7 +280,7 @@ def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: 
         tokenizer = Tokenizer.train(text, vocab_size)
         return [tokenizer.decode_bytes([token]).hex() for token in range(tokenizer.bos)]
 
-    return Tokenizer([bytes.fromhex(token) for token in parallel.from_main(train)])
+    return Tokenizer([bytes.fromhex(token) for token in parallel.ranks.from_main(train)])
 
 
 def _record(

@@ -49,11 +49,13 @@ class Saver:
             self._commit = self._pool.submit(folder.save_checkpoint, *saved, self._keep)
         else:
             # The store is not used here, since it is lost with the launcher, just when saving matters most.
-            made = checkpoints.begin(folder.checkpoints_path, saved.step) if parallel.is_main else None
+            made = checkpoints.begin(folder.checkpoints_path, saved.step) if parallel.ranks.is_main else None
             self._temporary = gather(made, parallel.world)[0]
             if self._temporary is None:  # this step is already saved
                 return
-            self._files = self._pool.submit(checkpoints.write_files, self._temporary, saved.tensors, parallel.rank)
+            self._files = self._pool.submit(
+                checkpoints.write_files, self._temporary, saved.tensors, parallel.ranks.rank
+            )
         self._saved = saved
 
     def status(self, stop: bool = False) -> Status:
@@ -70,12 +72,12 @@ class Saver:
         """
         if status.failed:
             self._raise()
-        if self._parallel.world is not None and status.written == self._parallel.world_size:
+        if self._parallel.world is not None and status.written == self._parallel.ranks.world_size:
             assert self._files is not None
             assert self._saved is not None
             files = dict(ChainMap(*gather(self._files.result(), self._parallel.world)))
             self._files = None
-            if self._parallel.is_main:
+            if self._parallel.ranks.is_main:
                 parent, (step, _, state) = self._folder.checkpoints_path, self._saved
                 self._commit = self._pool.submit(checkpoints.commit, parent, step, files, state, self._keep)
             else:
@@ -98,7 +100,7 @@ class Saver:
     def close(self) -> None:
         """Wait for the thread. If there are several ranks, discard a checkpoint that has not been committed yet."""
         self._pool.shutdown()
-        if self._temporary is not None and self._parallel.is_main:
+        if self._temporary is not None and self._parallel.ranks.is_main:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _raise(self) -> None:

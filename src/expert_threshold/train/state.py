@@ -195,7 +195,7 @@ class TrainState:
         optimizer, owned = self.optimizers.state_dict(), self.shards.owned_weights()
         moments = {name: (tensor, self._moment_slice(name, tensor)) for name, tensor in optimizer.tensors.items()}
         tensors: dict[str, Mapping[str, Tensor | Part]] = {"model": _parts(owned), "optimizer": _parts(moments)}
-        if self.parallel.is_main:
+        if self.parallel.ranks.is_main:
             buffers = {name: tensor for name, tensor in self.model.state_dict().items() if name not in owned}
             tensors["model"] = {**tensors["model"], **buffers}
             tensors |= {"interval": self._values, "random": random_state(self.device)}
