@@ -250,15 +250,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_what_cannot_be_analysed_is_reported_in_a_line(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "no such run folder" in refused(capsys, "analyze", tmp_path / "none")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "not written by expert-threshold" in refused(capsys, "analyze", runs / "et", tmp_path / "other")
     damaged = shutil.copytree(runs / "et", tmp_path / "damaged")
-    metrics = damaged / "metrics.jsonl"
-    metrics.write_text(re.sub('"layers"', '"layer"', metrics.read_text()))
-    assert "damaged (it contains no 'layers')" in refused(capsys, "analyze", damaged)
-    shutil.copy(runs / "et" / "metrics.jsonl", metrics)
     weights = damaged / "checkpoints" / "step_000008" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     line = refused(capsys, "analyze", damaged, "--figures", "fanout_by_loss")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
-from itertools import combinations, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +87,6 @@ def test_comparing_with_greater_or_equal_fails_at_the_lower_end() -> None:
 def test_a_causal_decoder_needs_as_much_advice_as_there_are_choices(tokens: int, k: int) -> None:
     """Tries the 2ᴺ − 1 scores that a binary search can ask for."""
     assert script.least_advice(tokens, k, 2**tokens - 1) == math.comb(tokens, k)
-
-
-@pytest.mark.parametrize(("tokens", "k", "levels"), [(2, 1, 3), (3, 1, 3), (3, 2, 3)])
-def test_the_search_finds_what_trying_all_decoders_finds(tokens: int, k: int, levels: int) -> None:
-    """A decoder says yes or no to every sequence of scores that it may have seen; labels are decoders."""
-    every = [s for s in product(range(levels), repeat=tokens) if len(set(s)) == tokens]
-    seen = sorted({s[: t + 1] for s in every for t in range(tokens)})
-    top = {s: [score in sorted(s)[tokens - k :] for score in s] for s in every}
-    right: set[frozenset[tuple[int, ...]]] = set()
-    for answers in product([False, True], repeat=len(seen)):
-        says = dict(zip(seen, answers, strict=True))
-        right.add(frozenset(s for s in every if [says[s[: t + 1]] for t in range(tokens)] == top[s]))
-    enough = next(n for n in range(1, 9) if any(frozenset().union(*c) == set(every) for c in combinations(right, n)))
-    assert script.least_advice(tokens, k, levels) == enough
 
 
 def entropy_of(probabilities: Any) -> float:

@@ -42,6 +42,7 @@ REFUSED = {
     "generate missing": "missing … no such run folder",
     "train --d-model 31": "model.d_model=31 cannot be divided into heads … a multiple of that",
     "compare --rules all,dense": "--rules: all is unknown; choose from dense, token_choice",
+    "analyze missing": "missing: no such run folder",
     "analyze . --figures warm": "--figures: warm is unknown; did you mean warmup?",
     "analyze . --tokens 1": "--tokens: expected a whole number of at least 2, not 1",
     "analyze . --gsm8k missing": "--gsm8k missing does not exist",

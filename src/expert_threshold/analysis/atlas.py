@@ -12,9 +12,8 @@ from ..files import replace_file, to_json
 from ..glossary import as_html
 from ..model import parameter_counts
 from .figures import SECTIONS
-from .figures.study import Study
 from .figures.style import Figure, style
-from .material import Material
+from .material import Material, Study
 from .methods import legend
 from .page import Exhibit, exhibit, exhibits, links, options_that_differ, page, save_figure, section, table, text
 from .page import left_out as list_left_out

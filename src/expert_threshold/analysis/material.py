@@ -1,16 +1,16 @@
-"""The inputs of figures: runs, and cached traces of their checkpoints on fixed token streams."""
+"""Studies, the figures of `et analyze`, and their material: runs, and cached traces of their checkpoints on texts."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial, wraps
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,9 +25,12 @@ from ..model.trace import Trace, record_trace
 from ..runs import RunFolder, load_model
 from ..runs.checkpoint import folder_of
 from .methods import Selection
-from .plain import NotShownError
+from .plain import Data, NotShownError
 from .records import Run
 from .results import by_method
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Item = TypeVar("Item")
 
@@ -209,3 +212,38 @@ def cut_windows(ids: Ids, context: int, tokens: int) -> Tensor:
 
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+class Study(NamedTuple):
+    """A figure. `compute` returns its data, or raises NotShownError if it does not apply; `draw` and `say` use it."""
+
+    name: str  # base name of its files
+    title: str
+    compute: Callable[[Material], Data]
+    draw: Callable[..., Figure]
+    say: Callable[[Data], str]
+
+
+def over_methods(runs: Iterable[Run], compute: Callable[[Run], Data]) -> dict[str, Any]:
+    """Compute the data of each method. A NotShownError omits the method, or the figure if no method remains."""
+    methods: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for run in runs:
+        try:
+            methods.append({**run.tag, **compute(run)})
+        except NotShownError as reason:
+            left_out[run.method] = str(reason)
+    if not methods:
+        raise NotShownError(next(iter(left_out.values())))
+    return {"methods": methods, "left_out": left_out}
+
+
+def of_each_method(compute: Callable[[Material, Run], Data]) -> Callable[[Material], dict[str, Any]]:
+    """Turn a function of one run into the `compute` of a figure, for all methods with routed experts."""
+
+    @wraps(compute)
+    def of_all(material: Material) -> dict[str, Any]:
+        runs = material.each(compute.__name__.replace("_", " "), material.routed)
+        return over_methods(runs, partial(compute, material))
+
+    return of_all

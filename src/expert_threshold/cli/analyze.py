@@ -11,8 +11,7 @@ from rich.console import Console
 
 from ..analysis.atlas import write_atlas
 from ..analysis.figures import FIGURES
-from ..analysis.figures.study import Study
-from ..analysis.material import DOMAINS, STREAMS, Domain, Material
+from ..analysis.material import DOMAINS, STREAMS, Domain, Material, Study
 from ..analysis.methods import find_runs, select_runs
 from ..files import expand
 from ..option import Bounds

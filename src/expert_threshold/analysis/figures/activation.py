@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from ...model.trace import Trace
-from ..material import Material
+from ..material import Material, Study, of_each_method
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import each
 from .plot import log2_axis, method_panels, whole_ticks
-from .study import Study, of_each_method
 from .style import INK, ONE_LAYER, WIDE, Figure
 
 BINS = 20

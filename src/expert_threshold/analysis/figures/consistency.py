@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..material import Material
+from ..material import Material, Study, of_each_method
 from ..measures import consistency
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import each
 from .plot import colour_scale, heat, method_panels
-from .study import Study, of_each_method
 from .style import INK, SMALL, WIDE, Figure
 
 MOST = 6

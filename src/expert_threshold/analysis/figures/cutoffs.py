@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..material import Material
+from ..material import Material, Study, over_methods
 from ..plain import Data, NotShownError, array
 from ..records import Record, Run, expert_series, layer_series
 from ..sentences import each, listed, of_deviation, percent
 from .plot import expert_key, expert_lines, mark_warmup, marker, panels, thin
-from .study import Study, over_methods
 from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, Figure, strokes
 
 

@@ -14,14 +14,13 @@ import numpy as np
 
 from ...evaluation import read_results
 from ...recipes import REFERENCE
-from ..material import Material
+from ..material import Material, Study, over_methods
 from ..methods import options
 from ..plain import Data, NotShownError, array
 from ..records import Run, finite, late_loss, series
 from ..results import over_seeds
 from ..sentences import counted, each, listed, short, signed
 from .plot import draw_key, log2_axis, marker, method_panels, name_lines, panels, single, smooth
-from .study import Study, over_methods
 from .style import DASHED, INK, KINDS, METHODS, MUTED, NARROW, WIDE, Figure, strokes
 
 TOKENS = "tokens trained on"
@@ -172,15 +171,12 @@ def draw_batch_size_scaling(data: Data) -> Figure:
     key = {"training, by pool": train, "validation, by pool": held_out} | lines
     titles = ["nats per token", "CORE (%)"][: 1 + measured]
     figure, every = panels(NARROW, titles, 1.9, "tokens of the pool in training", columns=1, share=False, key=key)
-    for field, stroke in (("train", train), ("validation", held_out)):
-        every[0].plot(pools, array([entry[field] for entry in choice]), **stroke)
-    if measured:
-        every[1].plot(pools, 100 * array([entry["core"] for entry in choice]), **held_out)
-    for entry, line in zip(threshold, lines.values(), strict=True):
-        every[0].axhline(entry["validation"], **line)
-        if entry["core"] is not None:
-            every[1].axhline(100 * entry["core"], **line)
-    for axes in every:
+    every[0].plot(pools, array([entry["train"] for entry in choice]), **train)
+    for axes, (name, unit) in zip(every, (("validation", 1), ("core", 100)), strict=False):
+        axes.plot(pools, unit * array([entry[name] for entry in choice]), **held_out)
+        for entry, line in zip(threshold, lines.values(), strict=True):
+            if entry[name] is not None:
+                axes.axhline(unit * entry[name], **line)
         log2_axis(axes, pools)
     return figure
 

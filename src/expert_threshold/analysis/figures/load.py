@@ -13,14 +13,13 @@ from torch import Tensor
 
 from ...model import GPTConfig, flops_per_token, parameter_counts
 from ...model.trace import Trace
-from ..material import Material
+from ..material import Material, Study, of_each_method, over_methods
 from ..measures import best_expert_choice, best_token_choice, routing_objective
 from ..measures import load_spread as spread_of
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import each, fixed, listed, percent, pool_size
 from .plot import draw_key, log2_axis, name_lines, panels, ratio_axis, rows_of, single
-from .study import Study, of_each_method, over_methods
 from .style import MUTED, NARROW, WIDE, Figure, strokes
 
 TOKENS_PER_EXPERT = (64, 256, 1024, 4096, 16384, 65536)

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ...routing import kth_largest, take
-from ..material import Material
+from ..material import Material, Study, of_each_method
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import each, listed, signed
 from .plot import log2_axis, log_ticks, method_panels, panels
-from .study import Study, of_each_method
 from .style import DASHED, GRID, INK, MUTED, SMALL, WIDE, Figure, strokes
 
 SEQUENCES, TOKENS = 3, 16

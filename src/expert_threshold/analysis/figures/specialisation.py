@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from rich.cells import cell_len, set_cell_size
 
-from ..material import Material
+from ..material import Material, Study, over_methods
 from ..measures import expert_token_ratio, mutual_information
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import counted, each, listed, percent
 from .plot import PANEL, Strokes, colour_scale, heat, panels
-from .study import Study, over_methods
 from .style import INK, MUTED, SMALL, WIDE, Axes, Figure, expert_colours, monospaced, strokes
 
 CELLS = 108
