@@ -19,11 +19,12 @@ from cases import et, said
 from expert_threshold.cli.run_options import resolve_run
 from expert_threshold.config import RunConfig, resolve
 from expert_threshold.distributed import local_batch
-from expert_threshold.kernels import cpu, off
+from expert_threshold.kernels import cpu
 from expert_threshold.model import GPT
 from expert_threshold.optim import make_optimizers
 from expert_threshold.plan import LAYOUTS, Machine, memory
 from expert_threshold.train.device import pick_dtype
+from rounding import without_kernels
 
 GIB = 2**30
 
@@ -40,7 +41,7 @@ def plan(*arguments: str) -> dict[str, Any]:
 def test_kernels_that_are_off_are_one_line_under_the_tables_and_a_field_of_the_json(
     is_off: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with off() if is_off else nullcontext():
+    with without_kernels() if is_off else nullcontext():
         reason = plan.__wrapped__("tiny", "--device", "cpu", "--dtype", "bfloat16")["kernels_off"]
         assert (reason is None) == cpu.available()
         assert et("plan", "tiny", "--device", "cpu", "--dtype", "bfloat16") == 0
@@ -131,7 +132,7 @@ def test_the_memory_of_a_step_is_within_15_percent_of_what_the_allocator_counts(
         model=replace(config.model, **sizes),
         train=replace(config.train, **({"accumulation": 1} | train)),
     )
-    with nullcontext() if kernels else off():
+    with nullcontext() if kernels else without_kernels():
         planned = memory(config, Machine(), in_dtype, gpu=False)["replicate"]
         assert planned["peak"] == sum(bytes_ for part, bytes_ in planned.items() if part != "peak")
         assert planned["peak"] == pytest.approx(measured(config, in_dtype, tmp_path), rel=0.15)

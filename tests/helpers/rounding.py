@@ -1,13 +1,23 @@
-"""Bounds on what rounding to bfloat16 may change, the same for every processor and every way to compute."""
+"""Bounds on what rounding to bfloat16 may change, the same for every processor, with kernels and without."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from expert_threshold.kernels import VARIABLE
+
 HALF_A_UNIT = torch.finfo(torch.bfloat16).eps / 2  # the largest relative error of one rounding
+
+
+def without_kernels() -> AbstractContextManager[Any]:
+    return mock.patch.dict(os.environ, {VARIABLE: "0"})
 
 
 def assert_rounded(found: Tensor, exact: Tensor, times: float, name: str = "") -> None:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from expert_threshold.kernels import off
 from expert_threshold.kernels.cpu import blocks as kernels
 from expert_threshold.moe import BACKENDS, FeedForward, MoE
 from expert_threshold.routing import ExpertChoice
-from rounding import assert_rounded
+from rounding import assert_rounded, without_kernels
 from routed_sum import Case, RoutedSum, case, fanout, outputs_and_gradients, requirements
 
 pytestmark = [
@@ -103,7 +102,7 @@ def test_a_feed_forward_is_that_of_float32_rounded_by_kernels_and_by_operations(
         return {"y": y.detach(), **dict(zip(("x", "up", "down"), grads, strict=True))}
 
     exact, by_kernels = outcome(torch.float32), outcome(torch.bfloat16)
-    with off():
+    with without_kernels():
         by_operations = outcome(torch.bfloat16)
     for name, value in exact.items():
         assert_rounded(by_kernels[name], value, 2, name)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from expert_threshold.kernels import VARIABLE, cpu, off
+from expert_threshold.kernels import VARIABLE, cpu
 from expert_threshold.kernels.cpu import blocks, build
+from rounding import without_kernels
 
 NEEDS_COMPILER = pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="no g++ on Linux")
 PACKAGES = Path(cpu.__file__).parents[3]
@@ -37,9 +38,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_kernels_exist_where_there_are_a_compiler_and_bfloat16_products() -> None:
     """Otherwise, all tests of kernels would be skipped without notice."""
     assert not isinstance(cpu.library(), str)
-    with off():
+    with without_kernels():
         assert not cpu.available()
-        assert cpu.reason() == "they are switched off"
+        assert cpu.reason() == "EXPERT_THRESHOLD_NATIVE=0"
     assert cpu.available()
     assert cpu.reason() is None
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from expert_threshold.generate import decoder
-from expert_threshold.kernels import VARIABLE, off
 from expert_threshold.kernels.cpu import blocks, build
 from expert_threshold.kernels.cpu.blocks import NONE, OVERRIDES, Override, override
 from expert_threshold.model.attention import Attention, norm, rotary
@@ -18,6 +17,7 @@ from expert_threshold.model.cross_entropy import linear_cross_entropy
 from expert_threshold.moe import FeedForward, MoE
 from expert_threshold.optim import Muon
 from expert_threshold.routing import ExpertChoice
+from rounding import without_kernels
 
 pytestmark = pytest.mark.usefixtures("block_kernels")
 
@@ -60,16 +60,14 @@ def test_each_takes_what_it_can_and_leaves_the_rest() -> None:
     assert override("muon", torch.zeros(5, 3), [], torch.bfloat16) is not None  # filled up to whole tiles
 
 
-def test_one_switch_turns_all_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_switch_turns_all_off() -> None:
     def some() -> set[bool]:
         decodes = set() if build.missing() else {decoder.library() is not None}
         return decodes | {override(name, *taken) is not None for name, (taken, *_) in GIVEN.items()}
 
     assert some() == {True}
-    with off():
+    with without_kernels():
         assert some() == {False}
-    monkeypatch.setenv(VARIABLE, "0")
-    assert some() == {False}
 
 
 def step_of_muon() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from created import created_by
-from expert_threshold.kernels import cpu, off
+from expert_threshold.kernels import cpu
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.kernels.segments import segments
 from expert_threshold.moe import BACKENDS, Experts, FeedForward, backends
@@ -26,6 +26,7 @@ from expert_threshold.moe.backends.grouped import Plan, form_groups, most_slots
 from expert_threshold.moe.backends.static import PADDING_PER_BAG, is_native, sum_by_token
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, _FeedForwardFunction, plain
 from ranks import run_on_ranks
+from rounding import without_kernels
 from routed_sum import (
     ASSIGNMENTS,
     EXPERTS,
@@ -268,7 +269,7 @@ def test_kernels_that_cannot_compute_say_why() -> None:
     why = "computes in bfloat16, not in torch.float32" if cpu.available() else "has no kernels here: "
     with pytest.raises(ValueError, match=f"dispatch='cpu' {why}"):
         BACKENDS["cpu"](*given_case[:4])
-    with off(), pytest.raises(ValueError, match="dispatch='cpu' has no kernels here: they are switched off"):
+    with without_kernels(), pytest.raises(ValueError, match="'cpu' has no kernels here: EXPERT_THRESHOLD_NATIVE=0"):
         BACKENDS["cpu"](given_case.x.bfloat16(), *given_case[1:4])
     elsewhere = given_case.x.to("meta")
     assert BACKENDS["cpu"].why_not(elsewhere, given_case.experts) == "needs a CPU; use --device cpu, or dispatch='auto'"

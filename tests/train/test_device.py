@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from cases import et
-from expert_threshold.kernels import cpu, off
+from expert_threshold.kernels import cpu
 from expert_threshold.runs import RunFolder
 from expert_threshold.train.device import gc_frozen, kernels_run
 from expert_threshold.train.loop import to_device
+from rounding import without_kernels
 
 CPU = torch.device("cpu")
 
@@ -54,5 +55,5 @@ def test_kernels_run_on_processors_in_bfloat16_unless_they_are_off() -> None:
     assert kernels_run(CPU, torch.bfloat16) == cpu.available()
     assert not kernels_run(CPU, torch.float32)
     assert not kernels_run(torch.device("cuda"), torch.bfloat16)
-    with off():
+    with without_kernels():
         assert not kernels_run(CPU, torch.bfloat16)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import switched_off
+from ..kernels import forbidden
 from ..kernels.cpu import decode
 from ..kernels.cpu.decode import decoder_add_layer, decoder_append, decoder_create, decoder_destroy
 from ..model import GPT, Cache, Output
@@ -276,7 +276,7 @@ def _weights(up: Tensor, gate: Tensor | None, down: Tensor) -> list[Tensor]:
 def kernel_of(model: GPT, cache: Cache) -> Kernel | None:
     """Return the kernel for a snapshot of a model, or None if it does not apply. It requires float32 or bfloat16 on a
     CPU, a C++ compiler, a model without adapters, and a rule that has sigmoid or softmax gates and selects experts by
-    thresholds or by a biased top k. Kernels must not be switched off.
+    thresholds or by a biased top k. Kernels must not be forbidden.
     """
     if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16) or model.adapted:
         return None
@@ -290,5 +290,5 @@ def _knows(router: Router) -> bool:
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the library of the decoder's kernels, or None if they are switched off or cannot be built."""
-    return None if switched_off() else decode.decoder()
+    """Return the library of the decoder's kernels, or None if they are forbidden or cannot be built."""
+    return None if forbidden() else decode.decoder()

@@ -1,14 +1,13 @@
 """Kernels in C++ (`cpu`) and Triton (`gpu`), behind Python functions and operators.
 
-This module switches the C++ kernels on and off, defines their operators, and has helpers for layers and kernels that
-choose the dtype of their products or implement their own derivatives. Kernels are on by default.
+This module defines the operators of the C++ kernels, and has helpers for layers and kernels that choose the dtype of
+their products or implement their own derivatives. Kernels are on unless the environment forbids them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -18,28 +17,11 @@ from torch.autograd import Function
 P = ParamSpec("P")
 R = TypeVar("R")
 VARIABLE = "EXPERT_THRESHOLD_NATIVE"
-_off = False
 
 
 def forbidden() -> str | None:
-    """Return the environment setting that forbids building and loading kernels, or None if they are allowed."""
+    """Return the environment setting that forbids kernels, or None. Existing decoders keep their kernels."""
     return f"{VARIABLE}=0" if os.environ.get(VARIABLE) == "0" else None
-
-
-def switched_off() -> str | None:
-    """Return why the environment or `off` disables kernels, or None if they are on."""
-    return "they are switched off" if _off else forbidden()
-
-
-@contextmanager
-def off() -> Iterator[None]:
-    """Use PyTorch's operations in place of kernels, for comparison. Existing decoders keep their kernels."""
-    global _off
-    before, _off = _off, True
-    try:
-        yield
-    finally:
-        _off = before
 
 
 def no_autocast(x: Tensor) -> torch.autocast:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from .. import operator, refuse_second_derivative, switched_off
+from .. import forbidden, operator, refuse_second_derivative
 from .build import BLOCKS, BLOCKS_FLAGS, LIBRARIES, load
 from .build import PARTS as SOURCES
 
@@ -41,7 +41,7 @@ def block_products() -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Return the kernels, even if they are `off`, or why they cannot run, with any remedy.
+    """Return the kernels, even if they are forbidden by now, or why they cannot run, with any remedy.
 
     The first call builds them, which takes five seconds.
     """
@@ -55,14 +55,14 @@ def library() -> ctypes.CDLL | str:
 
 def reason() -> str | None:
     """Return why kernels are not `available`, with any remedy, or None if they are available."""
-    if (why := switched_off()) is not None:
+    if (why := forbidden()) is not None:
         return why
     found = library()
     return found if isinstance(found, str) else None
 
 
 def available() -> bool:
-    """Return True if the library can run and is not switched off."""
+    """Return True if the library can run and is not forbidden."""
     return reason() is None
 
 
