@@ -23,7 +23,7 @@ from expert_threshold.kernels.segments import segments
 from expert_threshold.moe import BACKENDS, Experts, FeedForward, backends
 from expert_threshold.moe.backends import FEW, auto
 from expert_threshold.moe.backends.grouped import Plan, form_groups, most_slots
-from expert_threshold.moe.backends.static import PADDING_PER_BAG, is_native, sum_by_token
+from expert_threshold.moe.backends.static import PADDING_PER_BAG, sum_by_token
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, _FeedForwardFunction, plain
 from ranks import run_on_ranks
 from rounding import without_kernels
@@ -175,39 +175,31 @@ def test_auto_takes_what_pays() -> None:
         assert torch.equal(auto(*given_case[:4], rows=rows), expected)
 
 
-@pytest.mark.parametrize(
-    ("capability", "rows", "expected"), [((8, 0), 1, False), ((9, 0), 1, True), ((10, 0), 1, False), ((9, 0), 0, False)]
-)
-def test_segments_with_rows_are_multiplied_in_one_kernel_on_hopper_alone(
-    capability: tuple[int, int], rows: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beyond it, PyTorch's gradients of experts without tokens are not zero, and its kernel refuses to sum over no
-    rows, of which cutoffs may let none pass.
-    """
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    with FakeTensorMode():
-        x = torch.empty(rows, 8, dtype=torch.bfloat16, device="cuda")
-    assert is_native(x, 8) == expected
+HOPPER = (9, 0)  # its compute capability
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "dtype", "compiling", "expected"),
+    "setting",
     [
-        (1000, 2000, torch.bfloat16, True, "static"),
-        (FEW, 2 * FEW, torch.bfloat16, False, "static"),
-        (1000, None, torch.bfloat16, False, "static"),
-        (1000, None, torch.bfloat16, True, "grouped"),  # a buffer would need rows for every pair
-        (FEW, None, torch.bfloat16, False, "reference"),
-        (1000, 2000, torch.float32, False, "grouped"),  # no kernel multiplies its segments
+        (1000, 2000, torch.bfloat16, True, HOPPER, "static"),
+        (FEW, 2 * FEW, torch.bfloat16, False, HOPPER, "static"),
+        (1000, None, torch.bfloat16, False, HOPPER, "static"),
+        (1000, None, torch.bfloat16, True, HOPPER, "grouped"),  # a buffer would need rows for every pair
+        (FEW, None, torch.bfloat16, False, HOPPER, "reference"),
+        (0, 0, torch.bfloat16, False, HOPPER, "reference"),  # PyTorch's kernel refuses to sum over no rows
+        (1000, 2000, torch.float32, False, HOPPER, "grouped"),  # no kernel multiplies its segments
+        (1000, 2000, torch.bfloat16, False, (8, 0), "grouped"),
+        (1000, 2000, torch.bfloat16, False, (10, 0), "grouped"),  # gradients of experts without tokens are not zero
     ],
 )
 @torch.no_grad()
 def test_auto_is_static_on_a_gpu_where_the_products_of_all_experts_are_one_kernel(
-    tokens: int, rows: int | None, dtype: torch.dtype, compiling: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+    setting: tuple[int, int | None, torch.dtype, bool, tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: without a bound on loads, `auto` chose `grouped`, which also waits but launches more kernels."""
+    tokens, rows, dtype, compiling, capability, expected = setting
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with FakeTensorMode():
         x = torch.empty(tokens, 8, dtype=dtype, device="cuda")
     assert auto.chosen(x, Experts(EXPERTS, 8, 16), rows).name == expected

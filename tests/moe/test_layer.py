@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -135,24 +134,6 @@ def test_nonsense_is_refused_with_the_option_and_its_value_in_a_line(option: str
 
 
 # Dtypes.
-
-CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "half": lambda module: module.half(),
-    "to a device and dtype": lambda module: module.to("cpu", torch.float64),
-    "type": lambda module: module.type(torch.float16),
-    "there and back": lambda module: module.to(torch.bfloat16).float(),
-}
-
-
-@rules
-@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
-def test_the_state_keeps_dtypes_and_values_under_every_cast(rule: Rule, cast: Callable[[nn.Module], nn.Module]) -> None:
-    moe = moe_with_history(rule)
-    state = state_of(moe)
-    cast(nn.Sequential(moe))
-    assert_same_state(moe, state)
-    moe.router.update(moe(torch.randn(2, 8, 8, dtype=moe.experts.up.dtype))[1])
-    assert [value.dtype for value in moe.router.state] == [value.dtype for value in state.values()]
 
 
 @rules
