@@ -147,7 +147,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> N
 def test_the_operators_are_fit_for_the_compiler() -> None:
     given = on_device(case(fanout(6, EXPERTS, 2)))
     packed = segments(given.assignment, 12)  # without padding, which comes out as anything
-    tensors = (given.x, given.gates, *packed, given.experts.up.detach(), given.experts.down.detach())
+    tensors = (given.x, given.gates, [*packed], given.experts.up.detach(), given.experts.down.detach())
     torch.library.opcheck(kernels.triton_forward, tensors)
     _, kept = kernels.triton_forward(*tensors)
     torch.library.opcheck(kernels.triton_backward, (given.upstream, *tensors, kept))

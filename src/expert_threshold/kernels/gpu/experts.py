@@ -332,53 +332,47 @@ def _tune(up_shape: torch.Size, d_expert: int, dtype: torch.dtype, device: torch
     _backward(y, x, gates, packed, up, down, kept)
 
 
-# Custom operators, which are opaque to the compiler.
+# Custom operators, which are opaque to the compiler. packed: the assignment's `Segments`.
 @torch.library.custom_op("expert_threshold::triton_forward", mutates_args=())
-def triton_forward(
-    x: Tensor, gates: Tensor,
-    token: Tensor, pair: Tensor, ends: Tensor, by_token: Tensor, of_token: Tensor,
-    up: Tensor, down: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def triton_forward(x: Tensor, gates: Tensor, packed: list[Tensor], up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """Return y (tokens, d_model) and what backward needs for every row, which is relu(h)², or h for SwiGLU."""
     if _is_tuned(x.dtype):
         _tune(up.shape, down.shape[2], x.dtype, x.device)
-    return _forward(x, gates, Segments(token, pair, ends, by_token, of_token), up, down)
+    return _forward(x, gates, Segments(*packed), up, down)
 
 
 @triton_forward.register_fake
-def _(x: Tensor, gates: Tensor, token: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(token.shape[0], rest[-2].shape[1])
+def _(x: Tensor, gates: Tensor, packed: list[Tensor], up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(packed[0].shape[0], up.shape[1])
 
 
 @torch.library.custom_op("expert_threshold::triton_backward", mutates_args=())
 def triton_backward(
-    dy: Tensor, x: Tensor, gates: Tensor,
-    token: Tensor, pair: Tensor, ends: Tensor, by_token: Tensor, of_token: Tensor,
-    up: Tensor, down: Tensor, kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor, x: Tensor, gates: Tensor, packed: list[Tensor], up: Tensor, down: Tensor, kept: Tensor
+) -> list[Tensor]:
     """Return the gradients of x, the gates, up and down."""
-    return _backward(dy, x, gates, Segments(token, pair, ends, by_token, of_token), up, down, kept)
+    return [*_backward(dy, x, gates, Segments(*packed), up, down, kept)]
 
 
 @triton_backward.register_fake
-def _(dy: Tensor, x: Tensor, gates: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, up, down, _ = rest
-    return torch.empty_like(x), torch.empty_like(gates), torch.empty_like(up), torch.empty_like(down)
+def _(dy: Tensor, x: Tensor, gates: Tensor, packed: list[Tensor], *weights: Tensor) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in (x, gates, *weights[:2])]
 
 
-class _Triton(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        y: Tensor
-        y, kept = triton_forward(*tensors)
-        ctx.save_for_backward(*tensors, kept)
-        return y
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, gates, packed, *weights = inputs
+    ctx.save_for_backward(x, gates, *packed, *weights, output[1])
+    ctx.set_materialize_grads(False)  # otherwise, backward would allocate zeros as large as what is kept
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
-        dx, dgates, dup, ddown = triton_backward(dy.contiguous(), *ctx.saved_tensors)
-        return dx, dgates, None, None, None, None, None, dup, ddown
+
+def _back(ctx: Any, dy: Tensor, _: None) -> tuple[Any, ...]:
+    refuse_second_derivative()
+    x, gates, *packed, up, down, kept = ctx.saved_tensors
+    dx, dgates, dup, ddown = triton_backward(dy.contiguous(), x, gates, packed, up, down, kept)
+    return dx, dgates, [None] * len(packed), dup, ddown
+
+
+triton_forward.register_autograd(_back, setup_context=_keep)
 
 
 def routed_sum(
@@ -391,5 +385,5 @@ def routed_sum(
     them.
     """
     up, packed = ups[0] if len(ups) == 1 else torch.cat(ups, 1), segments(assignment, rows)
-    y: Tensor = _Triton.apply(x.contiguous(), gates.contiguous(), *packed, up.contiguous(), down.contiguous())
+    y: Tensor = triton_forward(x.contiguous(), gates.contiguous(), [*packed], up.contiguous(), down.contiguous())[0]
     return y
