@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from expert_threshold.kernels.cpu import blocks as kernel
-from expert_threshold.model.cross_entropy import linear_cross_entropy, softcap_logits
-from shifted_logits import SHIFTS, SOFTCAPS, require_the_definition
+from expert_threshold.model.cross_entropy import linear_cross_entropy
+from head_loss import SHIFTS, SOFTCAPS, as_computed, by_definition, require_the_definition
 
 pytestmark = pytest.mark.usefixtures("block_kernels")
 SOFTCAP = 15.0
@@ -20,21 +19,6 @@ def given(tokens: int, width: int, vocab: int, scale: float = 0.5) -> tuple[Tens
     targets = torch.randint(vocab, (tokens,))
     targets[::7] = -1
     return torch.randn(tokens, width).bfloat16(), scale * torch.randn(vocab, width), targets
-
-
-def outcome(x: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    mean, losses = linear_cross_entropy(x, weight, targets, SOFTCAP)
-    mean.backward()
-    return {"mean": mean.detach(), "losses": losses, "x": x.grad, "weight": weight.grad}
-
-
-def definition(x: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    x, weight = x.float().requires_grad_(), weight.clone().requires_grad_()
-    losses = F.cross_entropy(softcap_logits(x @ weight.T, SOFTCAP), targets, ignore_index=-1, reduction="none")
-    mean = losses.sum() / (targets >= 0).sum().clamp(min=1)
-    dx, dweight = torch.autograd.grad(mean, (x, weight))
-    return {"mean": mean.detach(), "losses": losses.detach(), "x": dx, "weight": dweight}
 
 
 CASES = {
@@ -53,7 +37,7 @@ def test_losses_and_gradients_equal_the_definition_up_to_rounding(case: tuple[in
     if case[0] == 1:
         targets[:] = 5
     assert kernel.override("cross_entropy", x, weight, SOFTCAP) is not None
-    found, expected = outcome(x, weight, targets), definition(x, weight, targets)
+    found, expected = as_computed(x, weight, targets, SOFTCAP), by_definition(x, weight, targets, SOFTCAP)
     for name, value in expected.items():
         assert (found[name].float() - value).norm() <= 0.015 * value.norm() + 1e-6, name
     assert (found["losses"][targets < 0] == 0).all()
@@ -69,14 +53,14 @@ def test_logits_at_one_end_of_the_cap_have_their_losses_and_gradients(shift: flo
 
 def test_tokens_in_many_chunks_have_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, targets = given(1000, 64, 256)
-    whole = outcome(x, weight, targets)
+    whole = as_computed(x, weight, targets, SOFTCAP)
     monkeypatch.setattr(kernel, "NUMBERS_PER_CHUNK", 1)
-    torch.testing.assert_close(outcome(x, weight, targets), whole, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(as_computed(x, weight, targets, SOFTCAP), whole, atol=1e-6, rtol=1e-5)
 
 
 def test_without_gradients_losses_have_the_same_bits() -> None:
     x, weight, targets = given(300, 64, 256)
-    expected = outcome(x, weight, targets)["losses"]
+    expected = as_computed(x, weight, targets, SOFTCAP)["losses"]
     with torch.no_grad():
         losses = linear_cross_entropy(x, weight, targets, SOFTCAP).token_losses
     torch.testing.assert_close(losses, expected, atol=0, rtol=0)
@@ -84,9 +68,9 @@ def test_without_gradients_losses_have_the_same_bits() -> None:
 
 def test_nan_in_a_token_is_its_own_loss_and_no_others() -> None:
     x, weight, targets = given(100, 64, 128)
-    expected = outcome(x, weight, targets)
+    expected = as_computed(x, weight, targets, SOFTCAP)
     x[17] = torch.nan
-    found = outcome(x, weight, targets)
+    found = as_computed(x, weight, targets, SOFTCAP)
     assert found["losses"][17].isnan()
     others = torch.arange(100) != 17
     torch.testing.assert_close(found["losses"][others], expected["losses"][others], atol=0, rtol=0)
@@ -97,7 +81,7 @@ def test_a_token_that_is_sure_has_a_finite_loss_of_at_least_zero(size: float) ->
     """Logits at the cap on both sides, and so far beyond that a sigmoid's exponential would overflow."""
     weight = torch.full((64, 32), -size)
     weight[3] = size
-    found = outcome(torch.ones(4, 32).bfloat16(), weight, torch.tensor([3, 3, 5, 5]))
+    found = as_computed(torch.ones(4, 32).bfloat16(), weight, torch.tensor([3, 3, 5, 5]), SOFTCAP)
     assert (found["losses"][:2] >= 0).all()
     assert (found["losses"] < 31).all()
     torch.testing.assert_close(found["losses"][2:], found["losses"][:2] + 30, atol=1e-4, rtol=0)

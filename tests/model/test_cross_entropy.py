@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from created import created_by
 from expert_threshold.model import cross_entropy
 from expert_threshold.model.cross_entropy import linear_cross_entropy, softcap_logits
-from shifted_logits import SHIFTS, SOFTCAPS, require_the_definition
+from head_loss import SHIFTS, SOFTCAPS, as_computed, by_definition, require_the_definition
 
 TINY = torch.finfo(torch.float32).tiny  # below it processors differ in what they keep
 
@@ -33,25 +32,13 @@ def problem(tokens: int, vocab: int, dtype: torch.dtype = torch.float32) -> tupl
     return x.requires_grad_(), weight.requires_grad_(), targets
 
 
-def whole(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Return the mean over tokens with a target, and each token's loss, from materialised logits."""
-    logits = x.float() @ weight.T
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-    return losses.sum() / (targets >= 0).sum().clamp(min=1), losses.detach()
-
-
 def assert_equals_whole(case: tuple[Tensor, Tensor, Tensor], softcap: float | None, *, upstream: float = 1.0) -> None:
-    x, weight, targets = case
-    mean, losses = whole(x, weight, targets, softcap)
-    expected = torch.autograd.grad(mean, (x, weight), torch.tensor(upstream))
-    found = linear_cross_entropy(x, weight, targets, softcap)
-    torch.testing.assert_close(found.mean, mean, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.token_losses, losses, atol=1e-4, rtol=1e-5)
-    assert not found.token_losses.requires_grad
-    gradients = torch.autograd.grad(found.mean, (x, weight), torch.tensor(upstream))
-    torch.testing.assert_close(gradients, expected, atol=1e-5 * abs(upstream) + TINY, rtol=1e-4)
+    expected, found = by_definition(*case, softcap, upstream), as_computed(*case, softcap, upstream)
+    torch.testing.assert_close(found["mean"], expected["mean"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found["losses"], expected["losses"], atol=1e-4, rtol=1e-5)
+    for name in ("x", "weight"):
+        bound = 1e-5 * abs(upstream) + TINY
+        torch.testing.assert_close(found[name], expected[name], atol=bound, rtol=1e-4)
 
 
 @settings(max_examples=40)
@@ -100,14 +87,12 @@ def test_logits_at_one_end_of_the_cap_keep_their_losses(shift: float, softcap: f
 @softcaps
 def test_bfloat16_products_are_within_their_rounding_and_losses_stay_float32(softcap: float | None) -> None:
     x, weight, targets = problem(9, 11, torch.bfloat16)
-    mean, _ = whole(x, weight, targets, softcap)
-    expected = torch.autograd.grad(mean, (x, weight))
-    found = linear_cross_entropy(x, weight, targets, softcap)
-    assert found.mean.dtype == found.token_losses.dtype == torch.float32
-    torch.testing.assert_close(found.mean, mean, rtol=0.02, atol=0)
-    for gradient, wanted, like in zip(torch.autograd.grad(found.mean, (x, weight)), expected, (x, weight), strict=True):
-        assert gradient.dtype == like.dtype
-        assert (gradient - wanted).norm() <= 0.05 * wanted.norm()
+    expected, found = by_definition(x, weight, targets, softcap), as_computed(x, weight, targets, softcap)
+    assert found["mean"].dtype == found["losses"].dtype == torch.float32
+    torch.testing.assert_close(found["mean"], expected["mean"], rtol=0.02, atol=0)
+    for name, like in (("x", x), ("weight", weight)):
+        assert found[name].dtype == like.dtype
+        assert (found[name] - expected[name]).norm() <= 0.05 * expected[name].norm()
 
 
 @softcaps
@@ -138,7 +123,7 @@ def test_no_tensor_as_large_as_all_logits_ever_exists(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", {"cpu": 1 << 10})
     tokens, vocab = 128, 64
     x, weight, targets = problem(tokens, vocab)
-    assert max(sizes_of(lambda: whole(x, weight, targets, softcap))) == tokens * vocab
+    assert max(sizes_of(lambda: by_definition(x, weight, targets, softcap))) == tokens * vocab
     sizes = sizes_of(lambda: linear_cross_entropy(x, weight, targets, softcap).mean.backward())
     assert max(sizes) == max(1 << 10, tokens * D_MODEL, vocab * D_MODEL)
 
