@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -111,10 +110,9 @@ class ExpertThreshold(ByCutoff):
         return ("ET" if self.warmup_steps else "ET no warmup") + self.label_of_gates()
 
     def scope(self, training: bool) -> Scope:
-        """Return "token" even in training if there is no warmup and the bounds never bind, whatever the pool size."""
-        slack = math.inf if self.capacity_slack is None else self.capacity_slack
-        unbounded = self.experts_per_token * slack >= 2 * self.num_experts  # rounding down at most halves k
-        return "token" if self.warmup_steps == 0 and unbounded else super().scope(training)
+        """Return "token" even in training if there is neither a warmup nor a bound."""
+        alone = self.warmup_steps == 0 and self.capacity_slack is None
+        return "token" if alone else super().scope(training)
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
         return super().window(sequence, batch, step)._replace(remembered=round(step / (1 - self.decay)))
@@ -144,7 +142,6 @@ class ExpertThreshold(ByCutoff):
             "no warmup": cls(6, 1, warmup_steps=0),
             "tight": cls(6, 2, warmup_steps=0, capacity_slack=0.1),
             "no slack": cls(6, 1, warmup_steps=0, capacity_slack=0),
-            "large slack": cls(6, 1, warmup_steps=0, capacity_slack=20),
             "no capacity": cls(6, 1, warmup_steps=0, capacity_slack=None),
             "past warmup": cls(6, 1, warmup_steps=2, decay=0.5),
             "fractional": cls(6, 0.7, warmup_steps=0, capacity_slack=0.25),
