@@ -8,14 +8,13 @@ that takes exactly k tokens; a cutoff c is the cut (c, -1), which takes the toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
 
 class Cut(NamedTuple):
@@ -95,12 +94,7 @@ def runs_on_kernels(scores: Tensor) -> bool:
 
 
 def _has_kernels(scores: Tensor) -> bool:
-    return scores.is_cuda and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return scores.is_cuda and has_triton_package()
 
 
 def _kth_largest_by_sorting(scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
