@@ -2,10 +2,6 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# pip compiles one file at a time, compileall on every core. Packages contain files that do not compile: its exit status
-# is ignored.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 .PHONY: help demo test soak sanitize lint site clean
 .DELETE_ON_ERROR:
@@ -48,8 +44,6 @@ lint: $(VENV)/.installed-dev
 site: $(VENV)/.installed-site
 	PYTHONPATH=docs $(BIN)/zensical build --strict --clean
 
-$(VENV): $(BIN)/python
-
 # A name on the PATH may be a stub or too old, so each candidate is run.
 $(BIN)/python:
 	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -61,25 +55,16 @@ $(BIN)/python:
 	echo "No Python 3.11 or newer was found: install it (https://www.python.org/downloads/) or name it: make PYTHON=/path/to/python3" >&2; \
 	exit 1
 
-$(VENV)/.installed-demo: $(BIN)/python pyproject.toml constraints.txt
-	@echo "installing the package and its dependencies (PyTorch is large: minutes on a slow network)"
-	@$(filter-out --quiet,$(PIP_INSTALL)) -e '.[serve,viz]'
-	@$(COMPILE)
-	@touch $@
-
-$(VENV)/.installed-dev: $(BIN)/python pyproject.toml constraints.txt
-	@echo "installing the package, its dependencies and the test tools (PyTorch is large: minutes on a slow network)"
-	@$(PIP_INSTALL) -e '.[dev,viz]'
-	@$(COMPILE)
-	@touch $@
-
-$(VENV)/.installed-soak: $(VENV)/.installed-dev
-	@$(PIP_INSTALL) -e '.[soak]'
-	@$(COMPILE)
-	@touch $@
-
-$(VENV)/.installed-site: $(BIN)/python pyproject.toml constraints.txt
-	@$(PIP_INSTALL) -e '.[docs]'
+EXTRAS-demo := serve,viz
+EXTRAS-dev := dev
+EXTRAS-soak := dev,soak
+EXTRAS-site := docs
+# pip compiles one file at a time, compileall on every core. Packages contain files that do not compile: its exit status
+# is ignored.
+$(VENV)/.installed-%: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing the package, its dependencies and [$(EXTRAS-$*)] (PyTorch is large: minutes on a slow network)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[$(EXTRAS-$*)]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 clean:
