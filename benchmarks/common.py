@@ -23,12 +23,16 @@ def time_interleaved(calls: dict[str, Callable[[], object]], repeats: int, warmu
         return time_in_turn(calls, repeats, warmup)
 
 
-def options(about: str | None, repeats: int, threads: int = 2, *, dtype: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with the options of every benchmark that takes times; it prints a flat JSON object a line."""
+def options(about: str | None, repeats: int | None, threads: int = 2, *, dtype: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark that takes times; it prints a flat JSON object a line.
+
+    repeats: the default of --repeats; None is no such option.
+    """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     if dtype:
         parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-    parser.add_argument("--repeats", type=positive, default=repeats)
+    if repeats is not None:
+        parser.add_argument("--repeats", type=positive, default=repeats)
     parser.add_argument("--threads", type=positive, default=threads)
     return parser
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from expert_threshold.analysis.results import markdown
 from expert_threshold.compare.paired import corrected, student
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -66,16 +67,16 @@ def verdict(paper: float, measured: str) -> str:
 def column(path: str, methods: list[str | None], papers: list[float]) -> list[str]:
     """Return the cells of a column: difference, 95 % interval without correction, and corrected verdict."""
     of = losses(path)
-    family = [[a - b for a, b in zip(of[name], of[BASE], strict=True)] for name in methods if name]
-    judged = dict(zip(filter(None, methods), zip(family, corrected(family, MARGIN), strict=True), strict=True))
+    family = {name: [a - b for a, b in zip(of[name], of[BASE], strict=True)] for name in methods if name}
+    judged = dict(zip(family, corrected(list(family.values()), MARGIN), strict=True))
     cells = []
     for name, paper in zip(methods, papers, strict=True):
         if name is None:
             cells.append("")
             continue
-        values, found = judged[name]
+        found = judged[name]
         half = student(0.95, found.freedom) * found.error
-        cells.append(f"{mean(values):+.3f} ± {half:.3f}, {verdict(paper, found.verdict)}".replace("-", "−"))
+        cells.append(f"{mean(family[name]):+.3f} ± {half:.3f}, {verdict(paper, found.verdict)}")
     return cells
 
 
@@ -84,11 +85,10 @@ def table() -> str:
     papers = [claim.paper for claim in CLAIMS]
     small = column(SMALL, [claim.small for claim in CLAIMS], papers)
     quickstart = column(QUICKSTART, [claim.quickstart for claim in CLAIMS], papers)
-    lines = ["| compared with expert threshold | paper, d12 | paper's trunk, small | `quickstart` |"]
-    lines.append("| --- | ---: | ---: | ---: |")
-    for claim, *cells in zip(CLAIMS, small, quickstart, strict=True):
-        lines.append(f"| {claim.words} | {claim.paper:+.3f} | {' | '.join(cells)} |".replace("| -", "| −"))
-    return "\n".join(lines)
+    claimed = [[claim.words, f"{claim.paper:+.3f}"] for claim in CLAIMS]
+    lines = [[*words, *cells] for words, *cells in zip(claimed, small, quickstart, strict=True)]
+    head = ["compared with expert threshold", "paper, d12", "paper's trunk, small", "`quickstart`"]
+    return markdown(head, [[cell.replace("-0.", "−0.") for cell in line] for line in lines])
 
 
 if __name__ == "__main__":

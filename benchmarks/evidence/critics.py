@@ -13,21 +13,20 @@ FOLDER/records.jsonl holds one JSON line per finished run; if the command is rep
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
 from frontier import FAMILIES, SHARED, SOFTMAX
 from ladder import RULES
-from study import Record, read, record_run, run_script
+from study import Record, parser, read, record_run, run_script
 from torch import Tensor
 
+from expert_threshold.analysis.results import markdown
 from expert_threshold.compare.paired import corrected, student
 from expert_threshold.moe.router import Router
 from expert_threshold.optim import Muon, groups, muon
@@ -147,8 +146,7 @@ def differences(records: list[Record]) -> str:
     for each in records:
         if each["question"] not in ("adamw", "starved"):
             runs[each["method"], each["setting"]][each["seed"]] = each
-    lines = ["| difference | seeds | training | validation | 95 % interval | verdict, margin 0.01 |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | --- |")
+    lines = []
     for base in ("dense", "expert threshold"):  # two families of comparisons
         names = [name for name in runs if (name[0] == "dense") == (base == "dense") and name[1] != "whole"]
         names = [("expert threshold", "whole")] * (base == "dense") + names
@@ -163,49 +161,45 @@ def differences(records: list[Record]) -> str:
             half = judged.error * student(0.95, judged.freedom)
             what = WORDS[next(iter(runs[method, setting].values()))["question"]].format(setting)
             name = ", ".join([method] * (method != base) + [what] * (setting != "whole"))
-            shown = f"{fmean(early):+.4f} | {fmean(each):+.4f} | {fmean(each) - half:+.4f} to {fmean(each) + half:+.4f}"
-            lines.append(f"| {name} | {len(each)} | {shown} | {judged.verdict} |")
-    return "\n".join(lines)
+            mean, ends = fmean(each), f"{fmean(each) - half:+.4f} to {fmean(each) + half:+.4f}"
+            lines.append([name, f"{len(each)}", f"{fmean(early):+.4f}", f"{mean:+.4f}", ends, judged.verdict])
+    return markdown(["difference", "seeds", "training", "validation", "95 % interval", "verdict, margin 0.01"], lines)
 
 
 def rates(records: list[Record]) -> str:
     """Return a Markdown table of AdamW's losses with a row per method and a column per learning rate."""
     runs = [each for each in records if each["question"] == "adamw"]
     columns = sorted({each["setting"] for each in runs}, key=float)
-    lines = [f"| AdamW | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
+    lines = []
     for method in dict.fromkeys(each["method"] for each in runs):
         mine = sorted((each["setting"], each["seed"], each["loss"]) for each in runs if each["method"] == method)
         cells = [", ".join(f"{loss:.3f}" for setting, _, loss in mine if setting == rate) for rate in columns]
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([method, *cells])
+    return markdown(["AdamW", *columns], lines)
 
 
 def recovery(records: list[Record]) -> str:
     """Return a Markdown table of the starved expert's mean load over seeds in each eighth of the run."""
-    lines = [f"| expert 0's load by eighths | {' | '.join('12345678')} |", f"| --- |{' ---: |' * 8}"]
     runs: dict[str, list[Record]] = defaultdict(list)
     for each in records:
         if each["question"] == "starved":
             runs[each["method"]].append(each)
-    for method, mine in runs.items():
-        means = [fmean(column) for column in zip(*(each["usage"] for each in mine), strict=True)]
-        lines.append(f"| {method} | {' | '.join(f'{mean:.2f}' for mean in means)} |")
-    return "\n".join(lines)
+    lines = [
+        [method, *(f"{fmean(column):.2f}" for column in zip(*(each["usage"] for each in mine), strict=True))]
+        for method, mine in runs.items()
+    ]
+    return markdown(["expert 0's load by eighths", *"12345678"], lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("tokens"))
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path)
-    what.add_argument("--show", type=Path, metavar="FILE")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--only", choices=QUESTIONS, nargs="+", default=list(QUESTIONS))
-    parser.add_argument("--settings", nargs="+", help="only these settings, such as a learning rate")
-    asked = parser.parse_args()
+    given = parser(__doc__)
+    given.add_argument("--seeds", type=int, nargs="*", default=[0])
+    given.add_argument("--only", choices=QUESTIONS, nargs="+", default=list(QUESTIONS))
+    given.add_argument("--settings", nargs="+", help="only these settings, such as a learning rate")
+    asked = given.parse_args()
     if asked.show is not None:
         records = read(asked.show)
-        print(differences(records), rates(records), recovery(records), sep="\n\n")
+        print(differences(records), rates(records), recovery(records), sep="\n")
         return
     for seed, question in itertools.product(asked.seeds, asked.only):
         for method, setting, options, change, measure in runs(question):

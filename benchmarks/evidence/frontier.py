@@ -10,7 +10,6 @@ and resumes an interrupted one.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from pathlib import Path
@@ -18,9 +17,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-from study import Record, read, record_run, run_script
+from study import Record, parser, read, record_run, run_script
 
 from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
+from expert_threshold.analysis.results import markdown
 
 SOFTMAX = "--rule.gate softmax --rule.null-scores 16"
 SHARED = "--threads 1 --eval-tokens 400000 --sample-every none"
@@ -95,15 +95,15 @@ def cells(records: list[Record]) -> list[Cell]:
 
 def table(found: list[Cell]) -> str:
     """Return a Markdown table. A load is bold if no other setting has both a lower loss and a lower load."""
-    lines = ["| family | setting | seeds | loss | busiest load, training | validation |", "| --- " * 6 + "|"]
+    lines = []
     for cell in found:
         words = [f"{cell.loss:.4f}" + ("" if cell.error is None else f" ± {cell.error:.4f}")]
         for load in ("load_training", "load_validation"):
             mine, others = getattr(cell, load), [each for each in found if getattr(each, load) is not None]
             best = mine is not None and not any(o.loss < cell.loss and getattr(o, load) < mine for o in others)
             words.append("" if mine is None else f"**{mine:.2f}**" if best else f"{mine:.2f}")
-        lines.append(f"| {cell.family} | {cell.setting} | {cell.seeds} | {' | '.join(words)} |")
-    return "\n".join(lines)
+        lines.append([cell.family, cell.setting, str(cell.seeds), *words])
+    return markdown(["family", "setting", "seeds", "loss", "busiest load, training", "validation"], lines)
 
 
 def draw(found: list[Cell], path: Path) -> None:
@@ -136,30 +136,21 @@ def draw(found: list[Cell], path: Path) -> None:
         figure.savefig(path, dpi=160, facecolor="white")
 
 
-def show(path: Path) -> None:
-    """Print the table for a file of records, and draw its figure."""
-    found = cells(read(path))
-    print(table(found))
-    draw(found, path.with_suffix(".png"))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("tokens"))
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path)
-    what.add_argument("--show", type=Path, metavar="FILE")
-    parser.add_argument("--tokens", type=int, default=2_000_000)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--only", choices=FAMILIES, nargs="+", default=list(FAMILIES), metavar="FAMILY")
-    asked = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--tokens", type=int, default=2_000_000)
+    options.add_argument("--seeds", type=int, nargs="*", default=[0])
+    options.add_argument("--only", choices=FAMILIES, nargs="+", default=list(FAMILIES), metavar="FAMILY")
+    asked = options.parse_args()
     if asked.show is not None:
-        show(asked.show)
+        found = cells(read(asked.show))
+        print(table(found))
+        draw(found, asked.show.with_suffix(".png"))
         return
     for seed, family in itertools.product(asked.seeds, asked.only):
-        for setting, options in FAMILIES[family].items():
+        for setting, given in FAMILIES[family].items():
             run = {"family": family, "setting": setting, "tokens": asked.tokens, "seed": seed}
-            record_run(run, f"{SHARED} {options}", asked.data, asked.out, 4)
+            record_run(run, f"{SHARED} {given}", asked.data, asked.out, 4)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ rates.jsonl holds the records of runs with other learning rates of matrices than
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -30,9 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 from frontier import SHARED, SOFTMAX
-from study import Record, read, record_run, run_script
+from study import Record, parser, read, record_run, run_script
 
 from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
+from expert_threshold.analysis.results import markdown
 from expert_threshold.cli.run_options import parse_run, resolve_run
 from expert_threshold.compare.paired import corrected, paired
 from expert_threshold.model import GPT
@@ -118,15 +118,21 @@ def extrapolate(records: list[Record]) -> str:
 
 def table(records: list[Record]) -> str:
     """Return a Markdown table with a row per rung: dense's loss, and each method's mean gap with its pairs."""
-    methods = [name for name in RULES if any(each["method"] == name for each in records)][1:]
-    lines = [f"| width | tokens | dense | {' | '.join(methods)} |", "| ---: " * (3 + len(methods)) + "|"]
-    gaps = {method: Gaps(records, method).by_rung for method in methods}
-    for width, tokens in sorted({(each["width"], each["tokens"]) for each in records}):
-        here = (each["loss"] for each in records if (each["width"], each["tokens"]) == (width, tokens)
-                and each["method"] == "dense")  # fmt: skip
-        words = [", ".join(f"{gap:+.4f}" for gap in gaps[method].get((width, tokens), ())) for method in methods]
-        lines.append(f"| {width} | {tokens / 1e6:g}M | {fmean(here):.4f} | {' | '.join(words)} |")
-    return "\n".join(lines)
+    methods = methods_of(records)
+    gaps, dense = [Gaps(records, method).by_rung for method in methods], defaultdict[Rung, list[float]](list)
+    for each in records:
+        if each["method"] == "dense":
+            dense[each["width"], each["tokens"]].append(each["loss"])
+    lines = []
+    for (width, tokens), losses in sorted(dense.items()):
+        words = [", ".join(f"{gap:+.4f}" for gap in each.get((width, tokens), ())) for each in gaps]
+        lines.append([f"{width}", f"{tokens / 1e6:g}M", f"{fmean(losses):.4f}", *words])
+    return markdown(["width", "tokens", "dense", *methods], lines)
+
+
+def methods_of(records: list[Record]) -> list[str]:
+    """Return the methods of the records but dense."""
+    return [name for name in RULES if name != "dense" and any(each["method"] == name for each in records)]
 
 
 def rivals(records: list[Record]) -> str:
@@ -134,13 +140,12 @@ def rivals(records: list[Record]) -> str:
     families = {rival: Gaps(records, "expert threshold", rival).by_rung.values() for rival in list(RULES)[2:]}
     gaps = {rival: [gap for rung in rungs for gap in rung] for rival, rungs in families.items()}
     gaps = {rival: each for rival, each in gaps.items() if len(each) > 1}
-    lines = ["| rival | pairs | expert threshold minus rival | 95 % interval | verdict, margin 0.005 | 0.01 |"]
-    lines.append("| --- | ---: | ---: | ---: | --- | --- |")
-    verdicts = [corrected(list(gaps.values()), margin) for margin in (0.005, 0.01)]
+    verdicts, lines = [corrected(list(gaps.values()), margin) for margin in (0.005, 0.01)], []
     for (rival, each), *judged in zip(gaps.items(), *verdicts, strict=True):
-        found, words = paired(each, 0.01), " | ".join(one.verdict for one in judged)
-        lines.append(f"| {rival} | {len(each)} | {found.mean:+.4f} | {found.low:+.4f} to {found.high:+.4f} | {words} |")
-    return "\n".join(lines)
+        found, words = paired(each, 0.01), [one.verdict for one in judged]
+        lines.append([rival, f"{len(each)}", f"{found.mean:+.4f}", f"{found.low:+.4f} to {found.high:+.4f}", *words])
+    head = ["rival", "pairs", "expert threshold minus rival", "95 % interval", "verdict, margin 0.005", "0.01"]
+    return markdown(head, lines)
 
 
 def rates(records: list[Record]) -> str:
@@ -150,18 +155,18 @@ def rates(records: list[Record]) -> str:
     for each in records:
         key = each["width"], each["tokens"] // 1_000_000, each["method"]
         losses[key][each["matrix_lr"]].append(each["loss"])
-    lines = [f"| width, tokens, method | {' | '.join(map(str, columns))} |", f"| --- |{' ---: |' * len(columns)}"]
-    for (width, megatokens, method), row in sorted(losses.items()):
-        cells = [", ".join(f"{loss:.4f}" for loss in row[rate]) for rate in columns]
-        lines.append(f"| {width}, {megatokens}M, {method} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = [
+        [f"{width}, {megatokens}M, {method}", *(", ".join(f"{loss:.4f}" for loss in row[rate]) for rate in columns)]
+        for (width, megatokens, method), row in sorted(losses.items())
+    ]
+    return markdown(["width, tokens, method", *map(str, columns)], lines)
 
 
 def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
     """Draw each pair's gap against tokens, a panel per method, a line per width, and predictions as intervals."""
     from matplotlib.figure import Figure
 
-    methods = [name for name in RULES if any(each["method"] == name for each in records)][1:]
+    methods = methods_of(records)
     with style():
         figure = Figure(figsize=(WIDE, 3.6), layout="constrained")
         panels = figure.subplots(1, len(methods), sharey=True, squeeze=False)[0]
@@ -199,27 +204,22 @@ def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("tokens"))
-    parser.add_argument("--out", type=Path, metavar="FOLDER")
-    parser.add_argument("--show", type=Path, metavar="FOLDER")
-    parser.add_argument("--predict", type=int, nargs=2, metavar=("WIDTH", "MEGATOKENS"))
-    parser.add_argument("--prediction", type=Path, nargs="*", default=[], metavar="FILE")
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--megatokens", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--methods", choices=RULES, nargs="+", default=["dense", "expert threshold"])
-    parser.add_argument("--matrix-lr", type=float, nargs="+", default=[None], metavar="RATE")
-    asked = parser.parse_args()
-    if (asked.out is None) == (asked.show is None):
-        parser.error("give --out FOLDER or --show FOLDER")
+    options = parser(__doc__)
+    options.add_argument("--predict", type=int, nargs=2, metavar=("WIDTH", "MEGATOKENS"))
+    options.add_argument("--prediction", type=Path, nargs="*", default=[], metavar="FILE")
+    options.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
+    options.add_argument("--megatokens", type=int, nargs="+", default=[2, 4, 8])
+    options.add_argument("--seeds", type=int, nargs="+", default=[0])
+    options.add_argument("--methods", choices=RULES, nargs="+", default=["dense", "expert threshold"])
+    options.add_argument("--matrix-lr", type=float, nargs="+", default=[None], metavar="RATE")
+    asked = options.parse_args()
     records = read((asked.out or asked.show) / "records.jsonl")
     if asked.predict:
         width, megatokens = asked.predict
         print(json.dumps(predict(records, (width, megatokens * 1_000_000), len(asked.seeds)), indent=1))
     elif asked.show:
         tests, others = (read(asked.show / name) for name in ("test.jsonl", "rates.jsonl"))
-        print(table(records), rivals(records), rivals(tests), rates(others), extrapolate(records), sep="\n\n")
+        print(table(records), rivals(records), rivals(tests), rates(others), extrapolate(records), sep="\n")
         predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.prediction]
         draw(records, predictions, asked.show / "ladder.png")
     else:
@@ -227,11 +227,11 @@ def main() -> None:
             asked.matrix_lr, asked.seeds, asked.megatokens, asked.widths, asked.methods
         ):
             run = {"method": method, "width": width, "tokens": megatokens * 1_000_000, "seed": seed}
-            options = f"{SHARED} --d-model {width} {RULES[method]}"
+            given = f"{SHARED} --d-model {width} {RULES[method]}"
             if rate:
                 run["matrix_lr"] = rate
-                options += f" --optim.matrix-lr {rate}"
-            record_run(run, options, asked.data, asked.out, 4)
+                given += f" --optim.matrix-lr {rate}"
+            record_run(run, given, asked.data, asked.out, 4)
 
 
 if __name__ == "__main__":

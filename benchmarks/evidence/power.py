@@ -14,18 +14,19 @@ error; seeds is the number of seeds needed for a 95 % interval of ± 0.01.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections import defaultdict
 from hashlib import sha256
 from operator import itemgetter
-from pathlib import Path
 from statistics import fmean, stdev, variance
 
+import frontier
 import torch
-from study import Record, read, record_run, run_script
+from ladder import RULES
+from study import Record, parser, read, record_run, run_script
 
+from expert_threshold.analysis.results import markdown
 from expert_threshold.config import RunConfig
 from expert_threshold.data import open_source, pack
 from expert_threshold.evaluation import evaluate
@@ -33,17 +34,13 @@ from expert_threshold.model import GPT
 from expert_threshold.runs import RunFolder, load_model
 
 FIRST, SECOND = "expert_threshold", "token_choice"
-METHODS = {
-    FIRST: "--rule expert_threshold --rule.gate softmax --rule.null-scores 16",
-    SECOND: "--rule token_choice --rule.balance aux --rule.aux-strength 0.01 --rule.gate softmax --rule.null-scores 16",
-    "dense": "--rule dense",
-}
+METHODS = {FIRST: RULES["expert threshold"], SECOND: RULES["token choice"], "dense": RULES["dense"]}
 VARIANTS = {
     "usual": "",
     "to_zero": "--optim.min-lr-ratio 0",
     "half_batches": "--batch-size 4",
 }  # ways to use the tokens
-SHARED = "--threads 1 --eval-tokens 400000 --sample-every none --train.keep-checkpoints 5"
+SHARED = f"{frontier.SHARED} --train.keep-checkpoints 5"
 LOSSES = {
     "the end": lambda record: record["loss"],
     "five late validations": lambda record: fmean(record["late"].values()),
@@ -88,28 +85,26 @@ def table(records: list[Record]) -> str:
             if any(first[name] != second[name] for name in ("initial_weights", "corpus", "commit")):
                 raise ValueError(f"{variant}, {tokens} tokens, seed {seed}: the pair's weights, text or commit differ")
             cells[tokens, variant].append((first, second))
-    lines = ["| tokens | variant | loss at | pairs | mean difference | scatter | seeds | scatter of one method |"]
-    lines.append("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    lines = []
     for (tokens, variant), pairs in sorted(cells.items()):
         for name, loss in LOSSES.items() if len(pairs) > 2 else ():
             sides = [[loss(record) for record in side] for side in zip(*pairs, strict=True)]
             differences = [a - b for a, b in zip(*sides, strict=True)]
             scatter, alone = stdev(differences), fmean(map(variance, sides)) ** 0.5
             error, seeds = scatter / (2 * len(pairs) - 2) ** 0.5, math.ceil((1.96 * scatter / 0.01) ** 2)
-            row = f"| {tokens / 1e6:g}M | {variant} | {name} | {len(pairs)} | {fmean(differences):+.4f} "
-            lines.append(f"{row}| {scatter:.4f} ± {error:.4f} | {seeds} | {alone:.4f} |")
-    return "\n".join(lines)
+            row = [f"{tokens / 1e6:g}M", variant, name, f"{len(pairs)}", f"{fmean(differences):+.4f}"]
+            lines.append([*row, f"{scatter:.4f} ± {error:.4f}", f"{seeds}", f"{alone:.4f}"])
+    head = ["tokens", "variant", "loss at", "pairs", "mean difference", "scatter", "seeds", "scatter of one method"]
+    return markdown(head, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("tokens"))
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--megatokens", type=float, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[FIRST, SECOND])
-    parser.add_argument("--variant", choices=VARIANTS, default="usual")
-    asked = parser.parse_args()
+    given = parser(__doc__, show=False)
+    given.add_argument("--megatokens", type=float, nargs="+", default=[1, 2, 4, 8])
+    given.add_argument("--seeds", type=int, default=8)
+    given.add_argument("--methods", nargs="+", choices=METHODS, default=[FIRST, SECOND])
+    given.add_argument("--variant", choices=VARIANTS, default="usual")
+    asked = given.parse_args()
     for megatokens, seed, method in itertools.product(asked.megatokens, range(asked.seeds), asked.methods):
         run = {"variant": asked.variant, "method": method, "tokens": int(1e6 * megatokens), "seed": seed}
         options = f"{SHARED} {METHODS[method]} {VARIANTS[asked.variant]}"

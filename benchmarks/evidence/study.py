@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -84,6 +85,17 @@ def worst_load(lines: list[Record]) -> float | None:
     """Return the worst layer's load, averaged over lines, or None if the model has no experts."""
     loads = [max(layer["load_spread"] for layer in line["layers"].values()) for line in lines if line["layers"]]
     return fmean(loads) if loads else None
+
+
+def parser(about: str | None, *, show: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the options of a study: its data and folder, or instead of a folder what is to be shown."""
+    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--data", type=Path, default=Path("tokens"))
+    what = made.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, metavar="FOLDER")
+    if show:
+        what.add_argument("--show", type=Path, metavar="PATH")
+    return made
 
 
 def run_script(name: str, main: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ import torch
 from . import ROOT
 from .compile import to_markdown
 from .conduct import clean_processes, conduct
-from .record import FAILURES, Record, only_one, read, write
+from .record import FAILURES, Record, only_one
 from .setting import Setting, card, code, missing
 from .stages import NEEDS_NO_CARD, STAGES, summarise
 
@@ -36,59 +36,12 @@ LAST_SECONDS = 12.0  # for ending the last stage, and for the summary
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say in one line what is wrong."""
-        self.exit(2, f"benchmarks.gpu: {message}\n")
+        self.exit(2, f"benchmarks.gpu: {' '.join(message.split())}\n")
 
 
 def main() -> int:
-    """Run the command line; returns 0, 1 if a case failed or timed out, 2 on bad input, 130 after Ctrl-C."""
+    """Run the command line; returns 0, 1 if a case failed or timed out, 130 after Ctrl-C. Exits with 2 on bad input."""
     start = time.monotonic()
-    arguments = parse()
-    try:
-        stages, setting = prepared(arguments)
-        with only_one(setting.out):
-            context = clean_processes()
-            same_machine(setting, stages, context)
-            for stage in stages:
-                record = Record(setting.out, stage)
-                # Training may resume with other code, since its runs name their commits.
-                measured_by = record.facts.get("code", "") if stage == "training" else setting.code
-                if (line := record.reopen(measured_by, arguments.retry)) is not None:
-                    print(line)
-            return measured(stages, setting, start + 60 * arguments.minutes - LAST_SECONDS, context)
-    except (ValueError, OSError) as wrong:
-        print(f"benchmarks.gpu: {' '.join(str(wrong).split())}", file=sys.stderr)
-        return 2
-
-
-def measured(stages: list[str], setting: Setting, end: float, context: BaseContext) -> int:
-    """Run the stages and report what came of them; returns the exit code."""
-    for line in missing():
-        print(line)
-    interrupted = False
-    try:
-        conduct(stages, setting, end, context)
-    except KeyboardInterrupt:
-        interrupted = True
-    text = summarise(setting.out)
-    (setting.out / "SUMMARY.md").write_text(text, encoding="utf-8")
-    print(f"\n{text}")
-    compiled = Record(setting.out, "compile")
-    if compiled.measured():
-        table = to_markdown(compiled.measured(), compiled.facts)
-        (setting.out / "compile.md").write_text(table, encoding="utf-8")
-    if (setting.out / "training").is_dir():
-        with tarfile.open(setting.out / "training.tgz", "w:gz") as archive:  # without the weights, which no page reads
-            light = lambda member: None if "checkpoints" in member.name.split("/") else member  # noqa: E731
-            archive.add(setting.out / "training", "training", filter=light)
-    records = [Record(setting.out, stage) for stage in stages]
-    if not all(record.complete for record in records):
-        print(f"incomplete; to go on where it stopped: python -m benchmarks.gpu {shlex.join(sys.argv[1:])}")
-    if interrupted:
-        return 130
-    return int(any(record.count(status) for record in records for status in FAILURES))
-
-
-def parse() -> argparse.Namespace:
     parser = _Parser("python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything, the summary included")
     parser.add_argument("--out", type=Path, required=True, help="the folder to make, or to continue")
@@ -97,7 +50,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="run cases again that failed or timed out")
     parser.add_argument("--data", help="text for training, as for et train; default: shared/data, else embedded")
     parser.add_argument("--dry-run", action="store_true", help="every stage at toy sizes on this CPU: proves no speed")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    try:
+        stages, setting = prepared(arguments)
+        with only_one(setting.out):
+            context = clean_processes()
+            require_same_machine(setting, stages, context)
+            for stage in stages:
+                record = Record(setting.out, stage)
+                # Training may resume with other code, since its runs name their commits.
+                measured_by = record.facts.get("code", "") if stage == "training" else code()
+                if (line := record.reopen(measured_by, arguments.retry)) is not None:
+                    print(line)
+            return measured(stages, setting, start + 60 * arguments.minutes - LAST_SECONDS, context)
+    except (ValueError, OSError) as wrong:
+        parser.error(str(wrong))
 
 
 def prepared(arguments: argparse.Namespace) -> tuple[list[str], Setting]:
@@ -117,7 +84,7 @@ def prepared(arguments: argparse.Namespace) -> tuple[list[str], Setting]:
         raise ValueError(f"--data {data}: does not exist; name a file or folder of text, or leave it out")
     out.mkdir(parents=True, exist_ok=True)
     cuda = not arguments.dry_run and not set(wanted) <= set(NEEDS_NO_CARD)
-    return [name for name in STAGES if name in wanted], Setting(out, arguments.dry_run, cuda, data, code=code())
+    return [name for name in STAGES if name in wanted], Setting(out, arguments.dry_run, cuda, data)
 
 
 def found_text() -> str:
@@ -126,22 +93,47 @@ def found_text() -> str:
     return next((str(place) for place in places if place.is_dir()), "embedded")
 
 
-def same_machine(setting: Setting, stages: list[str], context: BaseContext) -> None:
-    """Look at the card in another process, and enter it into the folder. Raises ValueError without a card, or if the
-    folder holds another machine's results.
-    """
+def require_same_machine(setting: Setting, stages: list[str], context: BaseContext) -> None:
+    """Raise ValueError without a card that the stages need, or if the folder holds another machine's results."""
     if set(stages) <= set(NEEDS_NO_CARD):
         return
-    here = card(setting.device)
-    if setting.cuda:
+    if setting.cuda:  # this process leaves CUDA untouched
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
             here = pool.submit(card, setting.device).result()
-    results = read(setting.out)
-    before = results["machine"]
-    if before and before != here:
-        what = ", ".join(f"{name} {before.get(name)}" for name in here if before.get(name) != here[name])
-        raise ValueError(f"--out {setting.out}: was started with {what}; use another --out")
-    write(setting.out, results | {"machine": here})
+    else:
+        here = card(setting.device)
+    for stage in STAGES:
+        before = Record(setting.out, stage).facts
+        if before and stage not in NEEDS_NO_CARD and before | here != before:
+            what = ", ".join(f"{name} {before.get(name)}" for name in here if before.get(name) != here[name])
+            raise ValueError(f"--out {setting.out}: was started with {what}; use another --out")
+
+
+def measured(stages: list[str], setting: Setting, end: float, context: BaseContext) -> int:
+    """Run the stages and report what came of them; returns the exit code."""
+    for line in missing():
+        print(line)
+    interrupted = False
+    try:
+        conduct(stages, setting, end, context)
+    except KeyboardInterrupt:
+        interrupted = True
+    text = summarise(setting.out)
+    (setting.out / "SUMMARY.md").write_text(text, encoding="utf-8")
+    print(f"\n{text}")
+    compiled = Record(setting.out, "compile")
+    if rows := compiled.having("measured"):
+        (setting.out / "compile.md").write_text(to_markdown(rows, compiled.facts), encoding="utf-8")
+    if (setting.out / "training").is_dir():
+        with tarfile.open(setting.out / "training.tgz", "w:gz") as archive:  # without the weights, which no page reads
+            light = lambda member: None if "checkpoints" in member.name.split("/") else member  # noqa: E731
+            archive.add(setting.out / "training", "training", filter=light)
+    records = [Record(setting.out, stage) for stage in stages]
+    if not all(record.complete for record in records):
+        print(f"incomplete; to go on where it stopped: python -m benchmarks.gpu {shlex.join(sys.argv[1:])}")
+    if interrupted:
+        return 130
+    return int(any(record.having(*FAILURES) for record in records))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from multiprocessing.context import BaseContext
 
 import torch
 
-from .record import Record
+from .record import DONE, NOT_RUN, Record
 from .setting import Case, NotRunError, OutOfTimeError, Row, Setting, facts
 from .stages import STAGES, module_of
 
@@ -70,10 +70,11 @@ def _run_stage(stage: str, setting: Setting, end: float, context: BaseContext) -
         if process.exitcode == 0:
             return
         record = Record(setting.out, stage)
-        if record.running is not None:
+        running = [*record.having("running")]
+        if running:
             status = "timed out" if stopped else "failed"
             why = "the stage's time was up" if stopped else f"the process ended with exit code {process.exitcode}"
-            record.put(record.running, status, {"reason": why})
+            record.put(running[0], status, {"reason": why})
         elif process.exitcode != LOST_DEVICE:
             return  # it failed outside its cases, and would again
         if stopped or time.monotonic() > setting.deadline:
@@ -91,22 +92,18 @@ def work(stage: str, setting: Setting) -> None:
     # For determinism; read when cuBLAS starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as in training
-    record = Record(setting.out, stage)
-    record.facts = facts(setting)
+    record, cases = Record(setting.out, stage), list(module_of(stage).cases(setting))
+    done = record.having(*DONE)
+    record.facts, record.cases = facts(setting), {case.name: done.get(case.name, NOT_RUN) for case in cases}
     record.write()
-    for case in module_of(stage).cases(setting):
-        if record.is_done(case.name):
-            continue
-        if setting.left < (0 if setting.dry else case.seconds):
-            record.put(case.name, "not run", {"reason": "its time was up"})
-            continue
-        run_case(record, case, setting)
-    record.end()
+    for case in cases:
+        if case.name not in done and setting.left >= (0 if setting.dry else case.seconds):
+            run_case(record, case, setting)
 
 
 def run_case(record: Record, case: Case, setting: Setting) -> None:
     """Run one case and record its row, or why there is none."""
-    record.start(case.name)
+    record.put(case.name, "running", {})
     start = time.perf_counter()
     status, row = "measured", Row()
     try:

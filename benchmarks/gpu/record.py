@@ -1,4 +1,4 @@
-"""FOLDER/results.json: the machine, and one entry for each case of each stage, written whole as each case ends."""
+"""FOLDER/results.json: what measured each stage, and a row for each of its cases, written whole as each case ends."""
 
 from __future__ import annotations
 
@@ -13,25 +13,20 @@ from expert_threshold.files import read_json, replace_file
 from .setting import Row
 
 FILE = "results.json"
-FORMAT = "expert-threshold gpu benchmark 2"
+FORMAT = "expert-threshold gpu benchmark 3"
 FAILURES = ("failed", "timed out")
 DONE = ("measured", *FAILURES, "unavailable")
-"""The statuses of cases that a later run leaves alone; one more, "not run", is for lack of time."""
+"""The statuses of cases that a later run leaves alone."""
+NOT_RUN = {"status": "not run", "reason": "its time was up"}
 
 
 def read(folder: Path) -> Row:
     """Return the content of the file; nothing if it is absent. Raises ValueError, with the remedy, for any other."""
     path = folder / FILE
-    if not path.exists():
-        return {"format": FORMAT, "machine": None, "stages": {}}
-    value = read_json(path)
+    value = read_json(path) if path.exists() else {"format": FORMAT, "stages": {}}
     if value.get("format") != FORMAT:
         raise ValueError(f"{path} is damaged or was not written by this benchmark; remove it, or use another --out")
     return value
-
-
-def write(folder: Path, value: Row) -> None:
-    replace_file(folder / FILE, json.dumps(value, indent=1).encode())
 
 
 @contextmanager
@@ -46,61 +41,41 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 class Record:
-    """The results of one stage.
+    """The results of one stage: `facts` about what measures it, and a row for each of its cases by name.
 
-    `cases` maps names to rows, each with a `status`: "measured"; "failed", "timed out" (stopped after its stage's time)
-    or "unavailable", with a `reason`; "not run" for lack of time. `running` names the case that was started and has not
-    ended. `complete` says that nothing is left.
+    A row's status is "not run", "running", "measured", "failed", "timed out" (stopped after its stage's time) or
+    "unavailable"; all but "running" and "measured" come with a `reason`.
     """
 
     def __init__(self, folder: Path, stage: str) -> None:
         self.folder, self.stage = folder, stage
-        before = read(folder)["stages"].get(stage, {})
-        self.exists = bool(before)
-        self.facts: Row = before.get("facts", {})
-        self.cases: dict[str, Row] = before.get("cases", {})
-        self.running: str | None = before.get("running")
-        self.complete: bool = before.get("complete", False)
+        before = read(folder)["stages"].get(stage, {"facts": {}, "cases": {}})
+        self.facts: Row = before["facts"]
+        self.cases: dict[str, Row] = before["cases"]
+
+    def having(self, *statuses: str) -> dict[str, Row]:
+        return {name: row for name, row in self.cases.items() if row["status"] in statuses}
+
+    @property
+    def complete(self) -> bool:
+        return 0 < len(self.cases) == len(self.having(*DONE))
 
     def reopen(self, code: str, retry: bool) -> str | None:
         """Forget what other code measured, and with `retry` what failed; return a line about it, None if nothing."""
         old = self.facts.get("code")
-        again = [n for n, row in self.cases.items() if old != code or (retry and row["status"] in FAILURES)]
+        again = self.cases if old != code else self.having(*FAILURES) if retry else {}
         if not again:
             return None
-        for name in again:
-            del self.cases[name]
-        self.complete = False
+        self.cases |= dict.fromkeys(again, NOT_RUN)
         self.write()
         why = f"measured code {old}, and this is {code}" if old != code else "failed"
         return f"{self.stage}: {len(again)} cases {why}; they run again"
 
-    def is_done(self, case: str) -> bool:
-        return self.cases.get(case, {}).get("status") in DONE
-
-    def start(self, case: str) -> None:
-        self.running = case
-        self.write()
-
     def put(self, case: str, status: str, row: Row) -> None:
-        """Enter a case's row."""
-        self.running = None
         self.cases[case] = {"status": status, **row}
         self.write()
 
-    def end(self) -> None:
-        """Say that every case was reached, which is all of the work unless the time ran out before some."""
-        self.running = None
-        self.complete = all(row["status"] in DONE for row in self.cases.values())
-        self.write()
-
-    def count(self, status: str) -> int:
-        return sum(row["status"] == status for row in self.cases.values())
-
-    def measured(self) -> dict[str, Row]:
-        return {name: row for name, row in self.cases.items() if row["status"] == "measured"}
-
     def write(self) -> None:
         value = read(self.folder)
-        value["stages"][self.stage] = {name: getattr(self, name) for name in ("complete", "running", "facts", "cases")}
-        write(self.folder, value)
+        value["stages"][self.stage] = {"facts": self.facts, "cases": self.cases}
+        replace_file(self.folder / FILE, json.dumps(value, indent=1).encode())

@@ -64,16 +64,11 @@ class Setting(NamedTuple):
     cuda: bool  # False on the CPU
     data: str  # the text to train on, as `et train` accepts it
     deadline: float = float("inf")
-    code: str = ""  # the hash of what is measured
+    dtype: torch.dtype = torch.bfloat16  # the compute dtype of everything that is timed
 
     @property
     def device(self) -> torch.device:
         return torch.device("cuda" if self.cuda else "cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The compute dtype of everything that is timed."""
-        return torch.bfloat16
 
     @property
     def left(self) -> float:
@@ -130,7 +125,7 @@ def facts(setting: Setting) -> Row:
     """Return the card, the versions, the code, the commit and the date, for a stage's record."""
     packages = ("triton", "transformers", "numpy")
     versions = {name: None if absent([name]) else importlib.metadata.version(name) for name in packages}
-    about = {"python": platform.python_version(), "code": setting.code}
+    about = {"python": platform.python_version(), "code": code()}
     if setting.cuda:
         properties = torch.cuda.get_device_properties(setting.device)
         about |= {"memory": properties.total_memory, "processors": properties.multi_processor_count}

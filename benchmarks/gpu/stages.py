@@ -42,7 +42,7 @@ def module_of(stage: str) -> Any:
 
 def summarise(folder: Path) -> str:
     """Return the summary of a folder as Markdown, of one screen."""
-    found = [record for stage in STAGES if (record := Record(folder, stage)).exists]
+    found = [record for stage in STAGES if (record := Record(folder, stage)).facts]
     if not found:
         return "Nothing was measured."
     facts = found[0].facts
@@ -54,12 +54,12 @@ def summarise(folder: Path) -> str:
 
 def about(record: Record, code: str) -> list[str]:
     """Return a stage's lines: its counts, its numbers, its first failures."""
-    counts = ", ".join(f"{n} {status}" for status in (*DONE, "not run") if (n := record.count(status)))
+    counts = ", ".join(f"{n} {status}" for status in (*DONE, "not run") if (n := len(record.having(status))))
     other = "" if record.facts["code"] == code else f"; by other code, commit {record.facts['commit']}"
     unfinished = "" if record.complete else "; incomplete"
-    failed = {name: row for name, row in record.cases.items() if row["status"] in FAILURES}
+    failed = record.having(*FAILURES)
     failures = [f"{row['status'].upper()} {name}: {row['reason']}" for name, row in failed.items()]
     more = [f"… and {len(failures) - SHOWN} more failures"] if len(failures) > SHOWN else []
-    rows = record.measured()
+    rows = record.having("measured")
     lines = [*(module_of(record.stage).lines(rows) if rows else []), *failures[:SHOWN], *more]
     return ["", f"## {record.stage}: {counts or 'nothing'}{other}{unfinished}", "", *(f"- {line}" for line in lines)]

@@ -52,7 +52,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 def fitted(preset: str, rule: str, dispatch: str, way: str, setting: Setting) -> Row:
     """Measure with as many sequences as fit into memory, at most those of the eager step, which needs no more."""
-    eager = Record(setting.out, "step").measured().get(f"{preset} {rule} {dispatch} eager")
+    eager = Record(setting.out, "step").having("measured").get(f"{preset} {rule} {dispatch} eager")
     most = eager["sequences"] if eager else SEQUENCES[0]
     for sequences in setting.pick([number for number in SEQUENCES if number <= most], [2]):
         try:

@@ -26,7 +26,7 @@ RULES: dict[str, Rule | None] = {
 def config_of(preset: str, rule: Rule | None, setting: Setting) -> GPTConfig:
     """Return a preset with a rule; a toy in a dry run."""
     toy = {
-        "vocab_size": 96, "context": 16, "layers": 2, "d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 64,
+        "vocab_size": 96, "context": 32, "layers": 2, "d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 64,
         "d_feed_forward": 128,
     }  # fmt: skip
     return GPTConfig.preset(preset, rule=rule, **setting.pick({}, toy))

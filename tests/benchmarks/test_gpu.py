@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu import ROOT, step
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.conduct import conduct, run_case
-from benchmarks.gpu.record import FORMAT, Record
+from benchmarks.gpu.record import DONE, FORMAT, NOT_RUN, Record
 from benchmarks.gpu.setting import Case, NotRunError, OutOfTimeError, Setting, card, code, missing
 from benchmarks.gpu.stages import STAGES, summarise
 
@@ -59,7 +59,7 @@ class Dry:
     def __init__(self, out: Path, stages: list[str]) -> None:
         self.out, self.stages = out, stages
         process = start(out, "--stages", "ceilings,parts")
-        while process.poll() is None and len(self.cases("parts")) < 2:
+        while process.poll() is None and len(Record(out, "parts").having(*DONE)) < 2:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         self.first_output = process.communicate()[0]
@@ -94,9 +94,8 @@ def test_every_stage_measures_without_a_failure(stage: str, dry: Dry) -> None:
         pytest.skip("under `make soak`")
     record = Record(dry.out, stage)
     assert record.complete
-    assert record.running is None
-    assert {name: row["reason"] for name, row in record.cases.items() if row["status"] == "failed"} == {}
-    if not record.measured():
+    assert record.having("failed") == {}
+    if not record.having("measured"):
         pytest.skip("; ".join(row["reason"] for row in record.cases.values()))
     assert {"gpu", "torch", "commit", "code", "date"} <= record.facts.keys()
 
@@ -154,13 +153,13 @@ def test_cases_of_other_code_run_again_and_with_retry_those_that_failed(tmp_path
     record.facts = {"code": "one"}
     for name, status in (("good", "measured"), ("bad", "failed"), ("late", "timed out"), ("absent", "unavailable")):
         record.put(name, status, {"reason": ""})
-    record.end()
     assert Record(tmp_path, "step").reopen("one", retry=False) is None
     assert Record(tmp_path, "step").complete
     assert Record(tmp_path, "step").reopen("one", retry=True) == "step: 2 cases failed; they run again"
-    assert cases_of(tmp_path, "step").keys() == {"good", "absent"}
-    assert "step: 2 cases measured code one, and this is two" in (Record(tmp_path, "step").reopen("two", False) or "")
-    assert cases_of(tmp_path, "step") == {}
+    assert Record(tmp_path, "step").having(*DONE).keys() == {"good", "absent"}
+    assert not Record(tmp_path, "step").complete
+    assert "step: 4 cases measured code one, and this is two" in (Record(tmp_path, "step").reopen("two", False) or "")
+    assert Record(tmp_path, "step").having(*DONE) == {}
     assert code() == code()
 
 
@@ -184,10 +183,9 @@ def test_ctrl_c_loses_nothing_and_the_next_call_goes_on_at_the_case_that_is_miss
     assert not dry.before["parts"].complete
     assert "ceilings: complete" in dry.output
     for name in ("ceilings", "parts"):
-        done = dry.before[name].cases
+        done = dry.before[name].having(*DONE)
         assert done
         assert {case: dry.cases(name)[case] for case in done} == done  # seconds and all: none was run again
-    assert len(dry.cases("parts")) > len(dry.before["parts"].cases)
 
 
 @pytest.mark.parametrize(
@@ -208,27 +206,24 @@ def test_bad_input_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--dry-run", "--out", str(tmp_path / "out"), *options])
-    try:
-        code = main()
-    except SystemExit as end:
-        code = end.code  # type: ignore[assignment]
-    said = capsys.readouterr()
-    assert code == 2
-    assert message in said.err
-    assert len(said.err.splitlines()) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_results_of_another_machine_or_of_something_else_are_not_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--dry-run", "--stages", "ceilings", "--out", str(tmp_path)])
-    other = {"format": FORMAT, "machine": {"gpu": "NVIDIA H100"}, "stages": {}}
+    other = {"format": FORMAT, "stages": {"step": {"facts": {"gpu": "NVIDIA H100"}, "cases": {}}}}
     for text, message in (
         (json.dumps(other), "was started with device None, gpu NVIDIA H100"),
         ("{", "is damaged or was not written by this benchmark"),
     ):
         (tmp_path / "results.json").write_text(text)
-        assert main() == 2
+        with pytest.raises(SystemExit, match="2"):
+            main()
         assert message in capsys.readouterr().err
 
 
@@ -250,13 +245,11 @@ def test_a_failing_case_is_recorded_and_one_out_of_time_is_left_to_the_next_call
         "late": OutOfTimeError("saved at step 3"),
     }.items():
         run_case(record, Case(name, raising(error)), setting_in(tmp_path))
-    record.end()
     assert {name: row["status"] for name, row in record.cases.items()} == {
         "bad": "failed", "absent": "unavailable", "late": "not run",
     }  # fmt: skip
     assert record.cases["bad"]["reason"] == "RuntimeError: first line second"
     assert not record.complete
-    assert [name for name in record.cases if not record.is_done(name)] == ["late"]
     record.facts = FACTS
     record.write()
     assert "FAILED bad: RuntimeError: first line second" in summarise(tmp_path)
@@ -277,14 +270,13 @@ class _Process:
     def start(self) -> None:
         _Process.begun += 1
         record = Record(self.setting.out, self.stage)
-        for case in ("one", "two", "three"):
-            if not record.is_done(case):
-                record.start(case)
-                if case == "two":
-                    self.exitcode = -11
-                    return
-                record.put(case, "measured", {})
-        record.end()
+        record.cases = dict.fromkeys(("one", "two", "three"), NOT_RUN) | record.having(*DONE)
+        for case in [name for name in record.cases if name not in record.having(*DONE)]:
+            record.put(case, "running", {})
+            if case == "two":
+                self.exitcode = -11
+                return
+            record.put(case, "measured", {})
         self.exitcode = 0
 
     def join(self, timeout: float) -> None: ...
@@ -325,7 +317,6 @@ def test_a_case_that_outlasts_its_stage_is_recorded_as_timed_out(tmp_path: Path)
 
     record = conducted(tmp_path, Hanging)
     assert record.cases["two"] == {"status": "timed out", "reason": "the stage's time was up"}
-    assert record.is_done("two")
     del record.cases["one"]  # an empty row, of which there is nothing to say
     record.facts = FACTS
     record.write()
