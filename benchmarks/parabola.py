@@ -87,10 +87,9 @@ def fit_optima(trials: Sequence[Trial], scales: Mapping[str, Scale]) -> dict[str
         reach = spread[index] * math.sqrt(TOLERANCE / bends[index])
         first, last = scale.to_axis(scale.low), scale.to_axis(scale.high)
         if first <= place <= last:
-            # The ends of the range are compared on the axis, where a nearly flat parabola's do not overflow.
-            low = scale.low if place - reach < first else scale.from_axis(place - reach)
-            high = scale.high if place + reach > last else scale.from_axis(place + reach)
-            found[name] = Optimum(scale.from_axis(place), low, high)
+            # The range is cut off on the axis, where the ends of a nearly flat parabola's do not overflow.
+            axis = (place, max(place - reach, first), min(place + reach, last))
+            found[name] = Optimum(*map(scale.from_axis, axis))
     return found
 
 

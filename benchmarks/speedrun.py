@@ -41,9 +41,10 @@ from torch import Tensor
 from expert_threshold.analysis.figures.learning import TOKENS, draw_losses
 from expert_threshold.analysis.page import save_figure
 from expert_threshold.analysis.records import Run
-from expert_threshold.analysis.results import markdown, names_with_sizes, sizes
+from expert_threshold.analysis.results import markdown, names_with_sizes, over_seeds, sizes
 from expert_threshold.analysis.sentences import counted
 from expert_threshold.compare.findings import read_runs
+from expert_threshold.compare.judgement import used_until
 from expert_threshold.data import Loader, Tokens, open_source, pack, windows
 from expert_threshold.files import replace_file
 from expert_threshold.model.attention import delay
@@ -171,17 +172,6 @@ def validation_loss(model: Any, text: Tokens, context: int, batch_size: int, mos
     return total / count
 
 
-def reached(curve: Curve, goal: float, axis: int) -> float | None:
-    """Return the tokens (axis 0) or seconds (1) at which a curve, linear between validations, is at the goal."""
-    if curve[0][2] <= goal:
-        return curve[0][axis]
-    for before, after in pairwise(curve):
-        if after[2] <= goal:
-            share = (before[2] - goal) / (before[2] - after[2])
-            return before[axis] + share * (after[axis] - before[axis])
-    return None
-
-
 def summarise(runs: dict[str, list[Curve]]) -> dict[str, Any]:
     """Return each contestant's last loss and speed, and its shares of nanochat's tokens and seconds, over seeds."""
     found: dict[str, Any] = {}
@@ -192,9 +182,11 @@ def summarise(runs: dict[str, list[Curve]]) -> dict[str, Any]:
             "tokens_per_second": statistics.median(curve[-1][0] / curve[-1][1] for curve in curves),
         }
         for axis, what in enumerate(("tokens", "seconds")):
-            pairs = [(reached(a, b[-1][2], axis), b[-1][axis]) for a, b in zip(curves, runs[NANOCHAT], strict=True)]
-            shares = [None if mine is None else mine / whole for mine, whole in pairs]
-            found[name][f"share_of_{what}"] = None if None in shares else statistics.median(shares)  # type: ignore[type-var]
+            shares = []
+            for mine, theirs in zip(curves, runs[NANOCHAT], strict=True):
+                used = used_until([(point[axis], point[2]) for point in mine], theirs[-1][2])
+                shares.append(None if used is None else used / theirs[-1][axis])
+            found[name][f"share_of_{what}"] = over_seeds(statistics.median, shares)
     return found
 
 

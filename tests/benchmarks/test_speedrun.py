@@ -20,17 +20,6 @@ FALLING: speedrun.Curve = [(100, 1.0, 5.0), (200, 2.0, 4.0), (300, 3.0, 4.0), (4
 
 
 @pytest.mark.parametrize(
-    ("goal", "tokens"), [(6, 100), (5, 100), (4.5, 150), (4, 200), (3.5, 350), (3, 400), (2, None)]
-)
-def test_a_goal_is_reached_between_validations(goal: float, tokens: float | None) -> None:
-    assert speedrun.reached(FALLING, goal, 0) == tokens
-
-
-def test_seconds_are_those_at_the_goal() -> None:
-    assert speedrun.reached(FALLING, 3.5, 1) == 4.0
-
-
-@pytest.mark.parametrize(
     ("seconds", "compiling"),
     [
         ({10: 25.0, 20: 35.0, 30: 45.0, 35: 50.0}, 15),

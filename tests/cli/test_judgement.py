@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from expert_threshold.analysis.records import Result
-from expert_threshold.compare.judgement import judge, judged_cells, loss_at
+from expert_threshold.compare.judgement import judge, judged_cells, loss_at, used_until
 from expert_threshold.compare.paired import corrected, holm, paired, residual_spread, student
 
 Times = Sequence[float]
@@ -121,6 +121,7 @@ def test_a_loss_before_the_first_validation_is_unknown() -> None:
     run = result("x", 0, [4.0, 3.0])
     assert loss_at(run, [1, 2], 0.5) is None
     assert [loss_at(run, [1, 2], limit) for limit in (1, 1.5, 2, 9)] == [4, 3.5, 3, 3]
+    assert [used_until([(1, 4.0), (2, 3.0)], goal) for goal in (9, 4, 3.5, 3, 2)] == [1, 1, 1.5, 2, None]
 
 
 def test_a_loss_that_is_not_finite_leaves_its_differences_out() -> None:

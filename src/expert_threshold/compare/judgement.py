@@ -111,10 +111,13 @@ def loss_at(run: Result, used: Sequence[float], limit: float) -> float | None:
 
 
 def _seconds_to(run: Result, goal: float | None) -> float | None:
-    """Return the seconds until the run's validation loss fell to `goal`, interpolated linearly between validations."""
-    if goal is None:
-        return None
+    """Return the seconds until the run's validation loss fell to `goal`."""
     points = [(at, loss) for at, (_, loss) in zip(run.clock, run.curve, strict=True) if loss is not None]
+    return None if goal is None else used_until(points, goal)
+
+
+def used_until(points: Sequence[tuple[float, float]], goal: float) -> float | None:
+    """Return what was used when the loss fell to `goal`, interpolated between points (used, loss), or None if never."""
     for (start, before), (end, after) in pairwise([points[0], *points] if points else []):
         if after <= goal:
             return end - (end - start) * (goal - after) / (before - after) if before > after else end
