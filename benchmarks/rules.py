@@ -2,8 +2,8 @@
 
     python benchmarks/rules.py [--rules all] [--experts 16,64,256] [--tokens 8192] [--threads 1]
 
-Scores are random and the same for all rules, so neither router nor experts run. `route` is a training forward; `step`
-adds the backward through gates and loss, and the update. Times are medians of calls in turn, in milliseconds for one
+Scores are random, so neither router nor experts run. `route` is a training forward; `step` adds the backward through
+gates and loss, and the update (`gpu/parts.py`). Times are medians of calls in turn, in milliseconds for one
 layer. Names are those of `et compare --rules`. Prints a flat JSON object a line.
 """
 
@@ -13,43 +13,27 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
 from bare import origin
 from common import machine, options, positive, time_interleaved
-from torch import Tensor
+from gpu.parts import rule_calls
+from gpu.setting import Setting
 
 from expert_threshold.recipes import methods
-from expert_threshold.routing import DENSE, RULES, Rule
-
-
-def step(rule: Rule, state: Any, scores: Tensor) -> Any:
-    """Route, go backward as if experts had returned ones, and return the state after the update."""
-    routing = rule.route(scores, state, training=True)
-    total = (routing.gates * routing.assignment).sum()
-    for more in (routing.loss, routing.passthrough):
-        total = total if more is None else total + more.sum()
-    torch.autograd.grad(total, scores)
-    return rule.update(state, routing.observation)
+from expert_threshold.routing import DENSE, RULES
 
 
 def measure(names: list[str], experts: int, given: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of "NAME route" and "NAME step" for each rule."""
     calls: dict[str, Callable[[], object]] = {}
+    setting = Setting(Path(), dry=False, cuda=False, data="")
     for name in names:
         method = methods()[name]
         sizes = {"num_experts": experts, "experts_per_token": given.experts_per_token, **method.options}
-        rule = RULES[method.rule](**sizes)
-        state = rule.init()
-        for seed in (1, 2, 3, 0):
-            generator = torch.Generator().manual_seed(seed)
-            shape = given.batch, given.tokens // given.batch, rule.num_scores
-            scores = torch.randn(shape, generator=generator).requires_grad_()
-            state = step(rule, state, scores) if seed else state
-        calls[f"{name} route"] = partial(rule.route, scores, state, training=True)
-        calls[f"{name} step"] = partial(step, rule, state, scores)
+        route, step = rule_calls(RULES[method.rule](**sizes), given.batch, given.tokens // given.batch, setting)
+        calls |= {f"{name} route": route, f"{name} step": step}
     return time_interleaved(calls, given.repeats)
 
 

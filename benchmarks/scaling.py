@@ -128,17 +128,17 @@ def configuration(preset: str, batch_size: int, layout: str, ranks: int, dtype: 
     return replace(run, train=replace(run.train, batch_size=batch_size, device="cpu", dtype=dtype, **own))
 
 
-def rank_main(arguments: argparse.Namespace) -> None:
+def rank_main(preset: str, dtype: str, layout: str, batch_sizes: list[int], steps: int, out: str) -> None:
     """One rank: trains for some steps with each batch; the main rank writes what was sent, and seconds, as JSON."""
     torch.set_num_threads(1)
-    sizes, ranks = arguments.batch_sizes, int(os.environ["WORLD_SIZE"])
-    runs = [configuration(arguments.preset, size, arguments.layout, ranks, arguments.dtype) for size in sizes]
+    ranks = int(os.environ["WORLD_SIZE"])
+    runs = [configuration(preset, size, layout, ranks, dtype) for size in batch_sizes]
     tokens, config = text_as_bytes(), runs[0].train
-    layout = {"expert_parallel": config.expert_parallel, "shard": config.shard, "timeout": config.timeout}
-    with process_groups(Rendezvous.from_env(), pick_device(config.device), **layout) as parallel:  # type: ignore[arg-type]
-        found = [steps_of(run, tokens, parallel, arguments.steps) for run in runs]
+    split = {"expert_parallel": config.expert_parallel, "shard": config.shard, "timeout": config.timeout}
+    with process_groups(Rendezvous.from_env(), pick_device(config.device), **split) as parallel:  # type: ignore[arg-type]
+        found = [steps_of(run, tokens, parallel, steps) for run in runs]
         if parallel.ranks.is_main:
-            arguments.out.write_text(json.dumps(found))
+            Path(out).write_text(json.dumps(found))
 
 
 def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> Row:
@@ -189,15 +189,8 @@ def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> 
 def on_ranks(given: argparse.Namespace, ranks: int, layout: str, batch_sizes: Sequence[int], steps: int) -> list[Row]:
     """Run `rank_main` on that many processes; return what it finds for each batch, sequences of all ranks."""
     with TemporaryDirectory() as folder:
-        options = {
-            "preset": given.preset,
-            "dtype": given.dtype,
-            "layout": layout,
-            "steps": steps,
-            "out": f"{folder}/out",
-        }
-        flags = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-        if launch([__file__, "rank", *flags, "--batch-sizes", *map(str, batch_sizes)], ranks):
+        orders = given.preset, given.dtype, layout, batch_sizes, steps, f"{folder}/out"
+        if launch([__file__, "rank", json.dumps(orders)], ranks):
             raise ValueError(f"{ranks} ranks, {layout}: a rank failed; its output is above")
         found: list[Row] = json.loads(Path(folder, "out").read_text())
     return found
@@ -304,8 +297,11 @@ def rows(given: argparse.Namespace) -> Iterator[Row]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["rank"]:
+        rank_main(*json.loads(sys.argv[2]))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["count", "measure", "rows", "rank"])
+    parser.add_argument("command", choices=["count", "measure", "rows"])
     parser.add_argument("--preset", default="quickstart")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--ranks", type=int, nargs="+")
@@ -314,12 +310,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4, help="of a rank, where there are most of them, for measure")
     parser.add_argument("--steps", type=int, default=10, help="that are timed, for measure")
     parser.add_argument("--run", type=Path, help="whose recorded loads are taken, for rows")
-    for of_rank in ("--layout", "--out"):  # of one rank
-        parser.add_argument(of_rank, type=Path if of_rank == "--out" else str, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.command == "rank":
-        rank_main(given)
-        return
     if given.command == "rows" and given.run is None:
         parser.error("rows needs --run RUN")
     here = origin() | (machine() if given.command != "rows" else {})

@@ -16,7 +16,7 @@ from expert_threshold.model import GPT
 from expert_threshold.model.attention import attend
 from expert_threshold.model.cross_entropy import linear_cross_entropy
 from expert_threshold.optim import OptimConfig, make_optimizers
-from expert_threshold.routing import Rule, kth_largest
+from expert_threshold.routing import Routing, Rule, kth_largest
 from expert_threshold.routing.selection import _kth_largest_by_sorting, runs_on_kernels
 
 from .roof import beside_floor, captured, under_roof
@@ -71,24 +71,31 @@ def of_one_rule(rule: Rule, batch: int, time: int, setting: Setting) -> Row:
 
     Scores in, gates and the assignment out, the gates' gradients in, the scores' out.
     """
-    call, scores = rule_call(rule, batch, time, setting)
-    return timed(call, 0, (4 * FLOAT + 1) * scores.numel(), setting)
+    _, step = rule_calls(rule, batch, time, setting)
+    return timed(step, 0, (4 * FLOAT + 1) * batch * time * rule.num_scores, setting)
 
 
-def rule_call(rule: Rule, batch: int, time: int, setting: Setting) -> tuple[object, Tensor]:
-    """Return what a rule does in one layer of a training step, as a call, and the scores it sees."""
+def rule_calls(
+    rule: Rule, batch: int, time: int, setting: Setting
+) -> tuple[Callable[[], Routing], Callable[[], object]]:
+    """Return two calls: routing in training, and all that a rule does in one layer of a training step."""
     scores = torch.randn(batch, time, rule.num_scores, device=setting.device, requires_grad=True)
     state = type(rule.init())(*(tensor.to(setting.device) for tensor in rule.init()))
     for _ in range(3):
         state = rule.update(state, rule.route(scores.detach(), state, training=True).observation)
     gradient = torch.randn(batch, time, rule.num_experts, device=setting.device)
 
-    def call() -> None:
-        routing = rule.route(scores, state, training=True)
-        torch.autograd.grad(routing.gates[..., : rule.num_experts], scores, gradient)
-        rule.update(state, routing.observation)
+    def route() -> Routing:
+        return rule.route(scores, state, training=True)
 
-    return call, scores
+    def step() -> object:
+        routing = route()
+        others = [more.sum() for more in (routing.loss, routing.passthrough) if more is not None]
+        outputs = [routing.gates[..., : rule.num_experts], *others]
+        torch.autograd.grad(outputs, scores, [gradient, *map(torch.ones_like, others)])
+        return rule.update(state, routing.observation)
+
+    return route, step
 
 
 def cross_entropy(tokens: int, words: int, d_model: int, setting: Setting) -> Row:

@@ -20,7 +20,7 @@ import torch
 from cases import waits
 from expert_threshold.model import flops_per_token, parameter_counts
 
-from .parts import rule_call
+from .parts import rule_calls
 from .record import Record
 from .roof import captured, peak, rates, under_roof
 from .setting import Case, NotRunError, Row, Setting
@@ -103,7 +103,7 @@ def measure(preset: str, rule_name: str, way: str, sequences: int, setting: Sett
 
     calls = {"step": step, "forward_backward": run, "optimizer": lambda: optimizers.step(0, 1000)}
     if rule is not None:
-        calls["rule"] = rule_call(rule, sequences, config.context, setting)[0]
+        calls["rule"] = rule_calls(rule, sequences, config.context, setting)[1]
     step()
     memory = torch.cuda.max_memory_allocated() if setting.cuda else None
     medians, roof = under_roof(calls, setting, seconds=5.0)
