@@ -48,7 +48,6 @@ from expert_threshold.compare.judgement import used_until
 from expert_threshold.data import Loader, Tokens, open_source, pack, windows
 from expert_threshold.files import replace_file
 from expert_threshold.model.attention import delay
-from expert_threshold.runs import RunFolder
 
 NANOCHAT = "nanochat"
 SCALARS, KEY_OFFSET = "nanochat, scalar rate 0.15", "nanochat, scalar rate 0.15, key offset"
@@ -78,12 +77,7 @@ def curve_of(compared: Run) -> Curve:
     return [(tokens, clock - compiling, loss) for (tokens, loss), clock in points if loss is not None]
 
 
-def tokens_per_step(config: dict[str, Any]) -> int:
-    tokens: int = config["train"]["batch_size"] * config["train"]["accumulation"] * config["model"]["context"]
-    return tokens
-
-
-def train_nanochat(ours: RunFolder, variant: str) -> Curve:
+def train_nanochat(ours: Run, variant: str) -> Curve:
     """Train a variant of nanochat on the batches of a run of ours and return its validations."""
     options, context = ours.config["train"], ours.config["model"]["context"]
     seed, steps, parts = options["seed"], options["steps"], options["accumulation"]
@@ -92,7 +86,7 @@ def train_nanochat(ours: RunFolder, variant: str) -> Curve:
         offset_keys(model.transformer.h[-1].attn)
     optimizer = model.setup_optimizer(**RATES | ({} if variant == NANOCHAT else {"scalar_lr": 0.15}))
     forward = torch.compile(model, dynamic=False) if ours.config["compiled"] else model
-    corpus, tokenizer = open_source(**ours.config["data"]), ours.tokenizer()
+    corpus, tokenizer = open_source(**ours.config["data"]), ours.folder.tokenizer()
     loader = Loader(pack(corpus, tokenizer, "train"), options["batch_size"], context, seed)
     most = options["eval_tokens"]
     text = pack(corpus, tokenizer, "validation", max_tokens=most and most + context)
@@ -112,7 +106,7 @@ def train_nanochat(ours: RunFolder, variant: str) -> Curve:
                 middle = statistics.median(seconds)
                 spent = sum(middle if i < COMPILED_STEPS else value for i, value in enumerate(seconds))
                 loss = validation_loss(model, text, context, options["batch_size"], most or len(text))
-                curve.append(((step + 1) * tokens_per_step(ours.config), spent, loss))
+                curve.append(((step + 1) * ours.tokens_per_step, spent, loss))
     return curve
 
 
@@ -256,7 +250,7 @@ def main() -> None:
     for name, each in zip(names, compared, strict=True):
         runs.setdefault(name, []).append(curve_of(each))
     by_length = sorted(compared, key=lambda each: each.config["train"]["steps"])
-    longest = {each.seed: each.folder for each in by_length}
+    longest = {each.seed: each for each in by_length}
     for variant, (seed, ours) in itertools.product(arguments.variants, sorted(longest.items())):
         path = arguments.out / variant.replace(", ", "_").replace(" ", "_") / f"seed_{seed}.json"
         if not path.exists():
@@ -265,7 +259,7 @@ def main() -> None:
         runs.setdefault(variant, []).append(json.loads(path.read_text(encoding="utf-8")))
     config = by_length[-1].config
     result = {
-        "tokens": config["train"]["steps"] * tokens_per_step(config),
+        "tokens": config["train"]["steps"] * by_length[-1].tokens_per_step,
         "data": Path(config["data"]["source"]).name,
         "seeds": len(longest),
         "dtype": str(dtype).removeprefix("torch."),

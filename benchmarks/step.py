@@ -10,6 +10,7 @@ layers take turns at moving their experts, what is timed is a whole round of ste
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import statistics
@@ -26,22 +27,15 @@ from expert_threshold.optim import make_optimizers
 from expert_threshold.train.compilation import compiled
 
 
-def measure(
-    preset: str,
-    rule: str,
-    dtype: torch.dtype,
-    repeats: int,
-    warm_steps: int,
-    compiling: bool,
-    expert_period: int | None,
-) -> dict[str, float | int | str]:
+def measure(rule: str, compiling: bool, given: argparse.Namespace) -> dict[str, float | int | str]:
     torch.manual_seed(0)
+    dtype, repeats = compute_dtype(given.dtype), given.repeats
     options: dict[str, Any] = {"rule.name": rule}
     if rule == "expert_threshold":
-        options["rule.warmup_steps"] = warm_steps // 2
-    if expert_period is not None:
-        options["optim.expert_period"] = expert_period
-    run = resolve(preset, options)
+        options["rule.warmup_steps"] = given.warm_steps // 2
+    if given.expert_period is not None:
+        options["optim.expert_period"] = given.expert_period
+    run = resolve(given.preset, options)
     turns = run.optim.expert_period
     corpus = open_source("embedded")
     tokenizer = Tokenizer.train(corpus.documents("train"), run.model.vocab_size)
@@ -70,7 +64,7 @@ def measure(
             parts[part].append(end - start)
 
     a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
-    for _ in range(warm_steps):
+    for _ in range(given.warm_steps):
         step()
     times = time_interleaved({"steps": lambda: [step() for _ in range(turns)], "product": lambda: a @ b}, repeats, 1)
     step_seconds, product_seconds = statistics.median(times["steps"]) / turns, statistics.median(times["product"])
@@ -78,7 +72,7 @@ def measure(
     rate, peak = flops_per_token(run.model) * tokens / step_seconds, 2 * 2048**3 / product_seconds
     counts = parameter_counts(run.model)
     return {
-        "preset": preset,
+        "preset": given.preset,
         "rule": rule,
         "dtype": str(dtype).removeprefix("torch."),
         "compiled": compiling,
@@ -113,10 +107,8 @@ def main() -> None:
     if args.warm_steps + (args.repeats + 1) * (args.expert_period or 1) > 1000:
         parser.error("--warm-steps and rounds of --expert-period come to more than 1,000 steps; ask for fewer")
     torch.set_num_threads(args.threads)
-    dtype = compute_dtype(args.dtype)
     for rule, compiling in itertools.product(args.rule, args.compile):
-        row = measure(args.preset, rule, dtype, args.repeats, args.warm_steps, compiling == "on", args.expert_period)
-        print(json.dumps(row), flush=True)
+        print(json.dumps(measure(rule, compiling == "on", args)), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,14 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
 from frontier import SHARED, SOFTMAX
 from study import Record, parser, read, record_run, run_script
 
 from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
 from expert_threshold.analysis.results import markdown
-from expert_threshold.cli.run_options import parse_run, resolve_run
 from expert_threshold.compare.paired import corrected, paired
-from expert_threshold.model import GPT
+from expert_threshold.config import resolve
+from expert_threshold.model import parameter_counts
 from expert_threshold.recipes import PAPER_TOKENS
 
 RULES = {
@@ -51,10 +50,8 @@ D12 = (768, PAPER_TOKENS)
 @cache
 def dense_parameters(width: int) -> int:
     """Return the number of parameters of the dense model, which is `quickstart` of this width, or else d12."""
-    given = ["d12"] if width == D12[0] else ["quickstart", "--d-model", str(width)]
-    with torch.device("meta"):
-        model = GPT(resolve_run(parse_run("et train", "", [], [*given, "--rule", "dense"])).model)
-    return sum(weight.numel() for weight in model.parameters())
+    run = resolve("d12" if width == D12[0] else "quickstart", {"model.d_model": width, "rule.name": "dense"})
+    return parameter_counts(run.model)["total"]
 
 
 class Gaps:
