@@ -31,10 +31,8 @@ def test_rules_alone_balance_loads_as_they_say() -> None:
     assert max(value for name, value in spread.items() if name != "token choice") < 1.5
 
 
-@pytest.mark.parametrize(("script", "package"), [("own_loop.py", "torch"), ("llama_block.py", "transformers")])
-def test_a_loop_of_one_s_own_and_a_llama_train_the_layer(script: str, package: str) -> None:
-    pytest.importorskip(package, reason="needs transformers: pip install -e '.[hf]'")
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", run(script))]
+def test_a_loop_of_one_s_own_trains_the_layer() -> None:
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", run("own_loop.py"))]
     assert losses[-1] < losses[0] - 0.5
 
 
