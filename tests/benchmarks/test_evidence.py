@@ -16,11 +16,8 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from torch import nn
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "evidence"))
-
 from benchmarks.evidence import claims, critics, documents, frontier, ladder, power, shift, text
+from torch import nn
 
 from expert_threshold.data import Batch, Loader
 from expert_threshold.moe.router import Router

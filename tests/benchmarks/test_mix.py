@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 from benchmarks import mix
 
 

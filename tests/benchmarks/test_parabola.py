@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 from benchmarks.parabola import Scale, better_trials, fit_optima, table
 
 from expert_threshold.compare.sweep import Trial

@@ -10,11 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(FOLDER))
-
-from benchmarks import speedrun  # noqa: E402  it imports its neighbours by their bare names
-from expert_threshold.cli import main as et  # noqa: E402
+from benchmarks import speedrun
+from expert_threshold.cli import main as et
 
 FALLING: speedrun.Curve = [(100, 1.0, 5.0), (200, 2.0, 4.0), (300, 3.0, 4.0), (400, 5.0, 3.0)]
 
