@@ -196,10 +196,8 @@ def verify(folder: Path, names: Collection[str] | None = None) -> None:
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing")
-        found = _fingerprint(path, expected["size"])
-        if found != expected:
-            what = "size" if found["size"] != expected["size"] else "sha256"
-            raise ValueError(f"{path} is damaged: its {what} does not match the manifest")
+        if path.stat().st_size != expected["size"] or _fingerprint(path) != expected:
+            raise ValueError(f"{path} is damaged: it does not match the manifest")
 
 
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
@@ -266,13 +264,9 @@ def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             places = json.loads((file.metadata() or {}).get(_PLACES, "{}"))
             for name in file.keys():  # noqa: SIM118  no mapping
-                if name in tensors or (name in parts and name not in places):
-                    raise ValueError(f"{path}: {name} is also in another rank's file")
-                if name in places:
-                    start, *shape = places[name]
-                    parts[name].append(Part(file.get_tensor(name), start, tuple(shape)))
-                else:
-                    tensors[name] = file.get_tensor(name)
+                tensor = file.get_tensor(name)
+                start, *shape = places.get(name, (0, *tensor.shape))
+                parts[name].append(Part(tensor, start, tuple(shape)))
     while parts:  # slices are as large as the checkpoint, so free them as soon as they are joined
         name, found = parts.popitem()
         try:
@@ -284,11 +278,13 @@ def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
 
 def _join(parts: list[Part]) -> Tensor:
     """Join the slices of a tensor. Raises ValueError unless they cover it exactly once."""
-    parts = sorted(parts, key=lambda part: (part.start, len(part.tensor)))
     shape, dtype = parts[0].shape, parts[0].tensor.dtype
+    if len(parts) == 1 and parts[0].tensor.shape == shape:  # scalars are never split
+        return parts[0].tensor
+    parts = sorted(parts, key=lambda part: (part.start, part.tensor.numel()))
     end = 0
     for rows, start, whole in parts:
-        if whole != shape or rows.dtype != dtype or rows.ndim != len(shape) or rows.shape[1:] != shape[1:]:
+        if whole != shape or rows.dtype != dtype or not shape or rows.ndim != len(shape) or rows.shape[1:] != shape[1:]:
             raise ValueError("its parts belong to different tensors")
         if start != end:
             raise ValueError("its parts overlap" if start < end else "files of a rank are missing")
@@ -298,10 +294,7 @@ def _join(parts: list[Part]) -> Tensor:
     return torch.cat([part.tensor for part in parts])
 
 
-def _fingerprint(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Return the size and the hash of a file. The hash is empty if `size` is given and does not match."""
-    found = path.stat().st_size
-    if size not in (None, found):
-        return {"size": found, "sha256": ""}
+def _fingerprint(path: Path) -> dict[str, Any]:
+    """Return the size and the hash of a file."""
     with path.open("rb") as file:
-        return {"size": found, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
