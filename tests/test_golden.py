@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from cases import PIECES, TRAINED, et, said, small_config, small_model, write_run, write_text
-from expert_threshold.config import RUNS
+from cases import PIECES, TRAINED, et, resolved, said, small_config, small_model, write_run, write_text
+from expert_threshold.config import RUNS, RunConfig, by_path
 from expert_threshold.data import DataConfig
+from expert_threshold.model import GPTConfig
 from expert_threshold.optim import OptimConfig
 from expert_threshold.recipes import RECIPES
 from expert_threshold.routing import RULES, rule_from_dict
@@ -96,9 +97,16 @@ def comparison(folder: Path) -> dict[str, list[float]]:
         return {row["method"]: [round(float(row[c] or 0), 4) for c in columns] for row in csv.DictReader(file)}
 
 
+DEFAULTS = by_path(RunConfig(GPTConfig(), DataConfig(), OptimConfig(), TrainConfig()).to_dict())
+
+
 def plan(arguments: list[str]) -> dict[str, Any]:
+    """Sizes, length and pools of a run, and its options that are not at their defaults."""
     found = json.loads(said("plan", *arguments, "--json"))
-    return {key: found[key] for key in ("params_total", "params_active", "flops_per_token", "steps", "tokens")}
+    options = by_path(resolved(" ".join(arguments)).to_dict())
+    changed = {path: value for path, value in options.items() if value != DEFAULTS.get(path)}
+    names = ("params_total", "params_active", "flops_per_token", "steps", "tokens", "pool", "effective_pool")
+    return {name: found[name] for name in names} | {"options": json.loads(json.dumps(changed))}
 
 
 PLANS = {name: [name] for name in RUNS} | {name: ["--recipe", name] for name in RECIPES}
@@ -114,7 +122,7 @@ def test_a_short_run_ends_with_the_losses_it_had(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_every_preset_and_recipe_has_the_size_and_length_it_had(name: str) -> None:
+def test_every_preset_and_recipe_has_the_options_and_the_size_it_had(name: str) -> None:
     assert plan(PLANS[name]) == golden("plans")[name]
 
 

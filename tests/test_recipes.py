@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from cases import resolved, said
 from expert_threshold.config import RUNS, RunConfig, resolve, scaled_optim
 from expert_threshold.model import TRUNKS
-from expert_threshold.optim import NANOCHAT, RELEASE, TUNED, make_optimizers
+from expert_threshold.optim import NANOCHAT, make_optimizers
 from expert_threshold.plan import window
 from expert_threshold.recipes import PAPER_STEPS, RECIPES, scaled_decay
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold
 from expert_threshold.train.checks import require_pools_fit
 
 K = 1024
@@ -33,56 +33,6 @@ def tokens(config: RunConfig) -> int:
     return config.train.steps * config.train.batch_size * config.train.accumulation * config.model.context
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_trains_the_papers_model_on_its_tokens_in_batches_of_half_a_million(name: str) -> None:
-    config = of_paper(name)
-    steps = {"d12": 19_073, "d20": 21_362}[RECIPES[name].preset]
-    assert config.train.steps == steps
-    assert tokens(config) == steps * 524_288
-    assert config.data.source == "fineweb-edu"
-    assert (config.train.eval_every, config.train.checkpoint_every) == (250, 1000)
-    require_pools_fit(config.model, config.train)
-    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
-RULES: dict[str, tuple[Rule | None, int | None]] = {
-    "dense": (None, None),
-    "token_choice": (TokenChoice(), None),
-    "token_choice_aux": (TokenChoice(balance="aux", aux_strength=0.001), 64),
-    "token_choice_loss_free": (TokenChoice(balance="loss_free", bias_rate=0.005), 512),
-    "expert_choice_2k": (ExpertChoice(pool="sequence"), 2),
-    "expert_choice_8k": (ExpertChoice(pool=8 * K), 8),
-    "expert_choice_64k": (ExpertChoice(pool=64 * K), 64),
-    "expert_choice_512k": (ExpertChoice(pool="global"), 512),
-    "expert_threshold": (ExpertThreshold(decay=0.999, warmup_steps=4000, capacity_slack=0.5), 512),
-    "expert_threshold_no_warmup": (ExpertThreshold(warmup_steps=0), 512),
-    "expert_choice_512k_no_shared": (ExpertChoice(pool="global", experts_per_token=2), 512),
-    "expert_threshold_no_warmup_no_shared": (ExpertThreshold(warmup_steps=0, experts_per_token=2), 512),
-    "expert_threshold_fanout_norm": (ExpertThreshold(), 512),
-    "expert_threshold_no_capacity": (ExpertThreshold(capacity_slack=None), 512),
-    "d20_dense": (None, None),
-    "d20_token_choice_aux": (TokenChoice(balance="aux"), 32),
-    "d20_expert_choice_256k": (ExpertChoice(pool="global"), 256),
-    "d20_expert_threshold": (ExpertThreshold(), 256),
-    "release": (ExpertThreshold(decay=0.99, capacity_slack=None), 512),
-    **dict.fromkeys(("better_rates", "nanochat", "nanochat_trunk", "tuned"), (ExpertThreshold(), 512)),
-}
-"""The rules of the tables, and the thousands of tokens in their pools."""
-
-
-def test_rules_and_pools_are_those_of_the_tables() -> None:
-    assert RECIPES.keys() == RULES.keys()
-    for name, (rule, pool) in RULES.items():
-        config = of_paper(name)
-        assert config.model.rule == rule, name
-        assert config.model.shared_experts == (0 if name.endswith("no_shared") else 1)
-        assert window(config)[0] == (None if pool is None else pool * K), name
-    assert of_paper("expert_threshold_fanout_norm").model.gate_norm == "fanout"
-    for name in ("expert_threshold", "d20_expert_threshold"):
-        assert window(of_paper(name))[1] == pytest.approx(500e6, rel=0.05)
-    assert window(of_paper("expert_choice_512k"))[1] is None
-
-
 def test_better_rates_are_nanochats_under_the_papers_optimizers_at_any_width() -> None:
     """At d_model 128, λ makes 0.3 and 0.008 of AdamW 0.73 and 0.0196; Muon's 0.02 has no λ."""
     optim = resolve("quickstart", {"rule.name": "dense"}, recipe="better_rates").optim
@@ -94,17 +44,13 @@ def test_better_rates_are_nanochats_under_the_papers_optimizers_at_any_width() -
     assert found == pytest.approx({"matrix": 0.02, "embed": 0.7348, "head": 0.0196}, rel=1e-3)
 
 
-def test_nanochats_optimizer_keeps_its_own_settings_in_runs_of_any_length() -> None:
-    assert of_paper("nanochat").optim == NANOCHAT
-    assert of_paper("nanochat").model.initialization == "nanochat"
+def test_recipes_keep_their_own_settings_but_for_warmups_in_short_runs() -> None:
     short = resolve("quickstart", {"train.steps": 100}, recipe="nanochat").optim
     assert short == replace(NANOCHAT, adamw_warmup_steps=10, muon_warmup_steps=10, momentum_warmup_steps=100)
+    assert resolve("d12", recipe="release", tokens=10**9).optim.adamw_warmup_steps == 0
 
 
 def test_flags_switch_off_single_pieces_of_nanochats_trunk() -> None:
-    plain, trunk = of_paper("nanochat"), of_paper("nanochat_trunk")
-    assert trunk.optim == plain.optim
-    assert trunk.model == replace(plain.model, **TRUNKS["nanochat"])
     for name, value in TRUNKS["paper"].items():
         without = resolve("quickstart", {f"model.{name}": value}, recipe="nanochat_trunk").model
         assert getattr(without, name) == value
@@ -116,12 +62,6 @@ def test_the_tuned_rate_of_matrices_falls_with_the_length_of_a_run_as_far_as_it_
     }
     assert found == {20: 0.06, 250: 0.06, 500: 0.035, 1000: 0.02, 5000: 0.02}
     assert resolve("quickstart", {"train.steps": 250, "optim.matrix_lr": 0.03}).optim.matrix_lr == 0.03
-    assert of_paper("tuned").optim == TUNED
-
-
-def test_the_release_keeps_its_own_settings() -> None:
-    assert of_paper("release").optim == RELEASE
-    assert resolve("d12", recipe="release", tokens=10**9).optim.adamw_warmup_steps == 0
 
 
 @pytest.mark.skipif(not PAPER.is_file(), reason="../shared/paper is absent")
@@ -157,6 +97,7 @@ def test_a_recipe_is_scaled_to_any_preset_and_budget(name: str, preset: str, ste
     ):
         assert rule.decay == scaled_decay(0.999, steps)
     require_pools_fit(config.model, config.train)
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     pool, whole = window(config)[0], window(of_paper(name))[0]
     assert (pool is None) == (whole is None)
     if pool is not None and RECIPES[name].pool is not None:

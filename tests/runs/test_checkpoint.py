@@ -307,6 +307,7 @@ def test_parts_of_any_ranks_make_the_whole(run: RunFolder, ranks: list[tuple[int
         ([part(0, 4), part(3, 6)], "weight cannot be restored: its parts overlap"),
         ([part(0, 2)._replace(start=-4), part(2, 6)], "weight cannot be restored: its parts overlap"),
         ([part(0, 2), part(4, 6)], "weight cannot be restored: files of a rank are missing"),
+        ([part(0, 2), part(2, 6)._replace(start=3)], "weight cannot be restored: files of a rank are missing"),
         ([part(0, 4)], "weight cannot be restored: files of a rank are missing"),
         ([part(0, 6, (4, 2))], "weight cannot be restored: its parts extend beyond its end"),
         ([part(0, 6, (2**50, 2))], "weight cannot be restored: files of a rank are missing"),
