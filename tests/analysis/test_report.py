@@ -296,6 +296,7 @@ def test_losses_by_method_end_in_their_names() -> None:
     named = [text.get_text() for text in axes.get_legend().get_texts()]
     assert named == ["expert {threshold} $x$  2.900", "dense  2.500"]
     assert axes.lines[0].get_xydata().tolist() == [[1e6, 3.0], [2e6, 2.5]]
+    assert {"1M", "2M"} <= {tick.get_text() for tick in axes.get_xticklabels()}
 
 
 def test_a_figure_becomes_an_element_with_text_as_text() -> None:
