@@ -9,77 +9,89 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <optional>
+#include <utility>
+#include <variant>
 #include <vector>
+
+#include <omp.h>
 
 #include "operators.h"
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace {
 
+using c10::BFloat16;
+
 // Each weight is (out, in); experts' weights are concatenated. Without a gate it is relu²; hidden 0: no feed-forward.
+template <class W>
 struct FeedForward {
-  const void *up, *gate, *down;
+  const W *up, *down, *gate;
   int64_t hidden;
 };
 
 // The product of a gate's weights (outputs, channels) with the first channels of its input; channels 0: no gate.
+template <class W>
 struct Gate {
-  const void* weight;
+  const W* weight;
   int64_t channels;
 };
 
+template <class W>
 struct Layer {
-  const void *qkv, *output;
+  const W *qkv, *output;
   const float* values;  // (vocab, kv_heads · head_dim), times 3 σ(values_gate), added to the values; null if absent
-  Gate values_gate;
+  Gate<W> values_gate;
   int64_t window;        // how many earlier tokens a token attends to
   float residual, skip;  // the layer's input is residual · x + skip · the first layer's input
-  FeedForward dense, expert;
+  FeedForward<W> dense, expert;
   const float* router;   // (scores, d_model), experts first; other scores only enter the softmax of the gates
   const float* cutoffs;  // (rows, experts); null if every token goes to `chosen` experts
   const float* bias;     // (experts), added to scores to choose them
-  int64_t experts, scores, chosen, softmax_gates, divide_by_fanout;
+  int64_t experts, scores, chosen;
+  bool softmax_gates, divide_by_fanout;
 };
 
+// A model of weights and a cache of type W, with the tensors that it points to and its working memory.
+template <class W>
 struct Model {
-  int64_t bfloat16, layers, d_model, heads, kv_heads, head_dim, vocab, rows, places;
+  int64_t d_model, heads, kv_heads, head_dim, vocab, rows, places;
   const float* embed;  // (vocab, d_model)
-  const void* head;    // (vocab, d_model)
+  const W* head;       // (vocab, d_model)
   const float *cos, *sin;  // (places - 1, head_dim / 2)
   float qk_scale;          // factor of queries and keys after their norm
   int64_t offset_from;     // layers from this one on write the slow half of each key for the next token
-  void* cache;             // (layers, rows, places, 2, kv_heads, head_dim)
-  void* last;              // (rows, d_model): the embedding of each row's last token, if there is a smear gate
-  Gate smear_gate;         // times `smear`, the factor of the previous token's embedding
+  W* cache;                // (layers, rows, places, 2, kv_heads, head_dim)
+  W* last;                 // (rows, d_model): the embedding of each row's last token, if there is a smear gate
+  Gate<W> smear_gate;      // times `smear`, the factor of the previous token's embedding
   float smear, backout;    // the head reads norm(x - backout · the middle layer's output)
   float eps, softcap;      // 0: none
-  const Layer* layer;
-};
+  std::vector<Layer<W>> layers;
+  std::vector<Tensor> kept;
+  Tensor scratch;
 
-// Ids, rows of the cache, and positions in the rows, before the last one. Logits are computed from token `first` on.
-struct Tokens {
-  int64_t count, first;
-  const int64_t *ids, *rows, *places;
-};
+  template <class T>
+  T* keep(const Tensor& tensor) {
+    kept.push_back(contiguous(tensor));
+    return data<T>(kept.back());
+  }
 
-// logits: (count - first, vocab), with each row's argmax, maximum and log Σ e^logit. scores, assignment: (MoE layers,
-// count, experts); assigned: the total number of assigned pairs.
-struct Results {
-  float* logits;
-  double* peaks;
-  float* scores;
-  uint8_t* assignment;
-  int64_t assigned;
-};
+  const float* numbers(const std::optional<Tensor>& tensor) { return tensor ? keep<const float>(*tensor) : nullptr; }
 
-struct bfloat16 {
-  uint16_t bits;
+  Gate<W> gate(const std::optional<Tensor>& weights) {
+    if (!weights) return {};
+    return {keep<const W>(*weights), weights->size(1)};
+  }
+
+  // weights: up, down and, if there is one, gate; empty for no feed-forward.
+  FeedForward<W> feed_forward(const std::vector<Tensor>& weights) {
+    if (weights.empty()) return {};
+    const W* gate = weights.size() > 2 ? keep<const W>(weights[2]) : nullptr;
+    return {keep<const W>(weights[0]), keep<const W>(weights[1]), gate, weights[1].size(-1)};
+  }
 };
 
 #ifdef __AVX512F__
@@ -97,7 +109,7 @@ inline Floats load(const float* p) {
   return v;
 }
 
-inline Floats load(const bfloat16* p) {
+inline Floats load(const BFloat16* p) {
 #ifdef __AVX512F__  // GCC's own code would have three times as many instructions
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #elif defined(__AVX2__)
@@ -134,23 +146,6 @@ inline float multiply_add(float a, float b, float c) {
 #else
   return a * b + c;
 #endif
-}
-
-inline float widen(float x) { return x; }
-
-inline float widen(bfloat16 x) {
-  uint32_t bits = uint32_t(x.bits) << 16;
-  float wide;
-  memcpy(&wide, &bits, 4);
-  return wide;
-}
-
-inline void store(float* p, float x) { *p = x; }
-
-inline void store(bfloat16* p, float x) {  // to the nearest, ties to even; NaN stays NaN
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  p->bits = x != x ? uint16_t(bits >> 16 | 0x40) : uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
 inline float total(Floats v) {
@@ -269,6 +264,11 @@ float exponentials(float* x, int64_t length, float highest) {
   return sum;
 }
 
+// Replaces x by softcap · tanh(x / softcap). If this were inlined, GCC would not vectorize it.
+[[gnu::noinline]] void cap(float* x, int64_t length, float softcap) {
+  for (int64_t i = 0; i < length; i++) x[i] = softcap - 2 * softcap / (1 + exponential(2 / softcap * x[i]));
+}
+
 // The tokens that go to one expert.
 struct Group {
   int64_t expert, first;  // the expert, and the index of its first pair
@@ -288,37 +288,43 @@ struct Range {
   int64_t begin, end;
 };
 
+// One forward pass. Tokens have an id, a row of the cache and a position in it, before the row's last one.
 template <class W>
 struct Pass {
-  const Model& model;
-  const Tokens& tokens;
-  Results& results;
-  int64_t threads;
+  const Model<W>& model;
+  const std::vector<int64_t>&ids, &rows, &places;
+  const int64_t count, first;  // tokens, and from which one on logits are computed
   float *x, *start, *middle, *heads, *read, *hidden, *gate;
+  float* logits;    // (count - first, vocab)
+  double* peaks;    // each row's argmax, maximum and log Σ e^logit
+  float* scores;    // (MoE layers, count, scores)
+  bool* assignment;  // (MoE layers, count, experts)
+  int64_t assigned = 0;  // the total number of assigned pairs
+  int64_t threads = 1;
 
   void barrier() const {
-#ifdef _OPENMP
 #pragma omp barrier
-#endif
   }
 
-  Range share(int64_t thread, int64_t outputs) const {
+  int64_t layers() const { return int64_t(model.layers.size()); }
+
+  Range share(int64_t thread, int64_t outputs) {
     int64_t each = ((outputs + threads - 1) / threads + 15) / 16 * 16;  // whole vectors
     int64_t begin = thread * each < outputs ? thread * each : outputs;
     return {begin, begin + each < outputs ? begin + each : outputs};
   }
 
-  void normalise_all(Own& own) const {
+  void normalise_all(Own& own) {
     int64_t d = model.d_model;
-    for (int64_t r = 0; r < tokens.count; r++) normalise(x + r * d, d, model.eps, &own.normed[r * d]);
+    for (int64_t r = 0; r < count; r++) normalise(x + r * d, d, model.eps, &own.normed[r * d]);
   }
 
-  W* cached(int64_t layer, int64_t row, int64_t place) const {
+  W* cached(int64_t layer, int64_t row, int64_t place) {
     int64_t numbers = 2 * model.kv_heads * model.head_dim;
-    return (W*)model.cache + ((layer * model.rows + row) * model.places + place) * numbers;
+    return model.cache + ((layer * model.rows + row) * model.places + place) * numbers;
   }
 
-  void turn(float* head, int64_t place) const {
+  void turn(float* head, int64_t place) {
     int64_t half = model.head_dim / 2;
     const float *cos = model.cos + place * half, *sin = model.sin + place * half;
     for (int64_t i = 0; i < half; i++) {
@@ -329,38 +335,38 @@ struct Pass {
     normalise(head, model.head_dim, model.eps, head, model.qk_scale);
   }
 
-  float gated(const Gate& gate, int64_t output, const float* input) const {
-    return sigmoid(dot((const W*)gate.weight + output * gate.channels, input, gate.channels));
+  float gated(const Gate<W>& gate, int64_t output, const float* input) {
+    return sigmoid(dot(gate.weight + output * gate.channels, input, gate.channels));
   }
 
   // Computes the first layer's input: the tokens' embeddings, each smeared with the previous token's.
-  void embed() const {
+  void embed() {
     int64_t d = model.d_model;
-    for (int64_t r = 0; r < tokens.count; r++) {
+    for (int64_t r = 0; r < count; r++) {
       float* to = start + r * d;
-      normalise(model.embed + tokens.ids[r] * d, d, model.eps, to);
+      normalise(model.embed + ids[r] * d, d, model.eps, to);
       if (!model.smear_gate.channels) continue;
       float gate = model.smear * gated(model.smear_gate, 0, to);
-      W* last = (W*)model.last + tokens.rows[r] * d;
+      W* last = model.last + rows[r] * d;
       for (int64_t i = 0; i < d; i++) {
         float own = to[i];
-        to[i] = multiply_add(gate, widen(last[i]), own);
-        store(last + i, own);
+        to[i] = multiply_add(gate, float(last[i]), own);
+        last[i] = own;
       }
     }
-    memcpy(x, start, tokens.count * d * sizeof(float));
+    memcpy(x, start, count * d * sizeof(float));
   }
 
   // Turns a range of x, a layer's output or the embedding, into the next layer's input or, after the last, the head's.
-  void pass_on(int64_t index, Range range) const {
+  void pass_on(int64_t index, Range range) {
     int64_t d = model.d_model, next = index + 1;
-    for (int64_t r = 0; r < tokens.count; r++) {
+    for (int64_t r = 0; r < count; r++) {
       float *now = x + r * d, *first = start + r * d, *halfway = middle + r * d;
-      if (index == model.layers / 2) std::copy(now + range.begin, now + range.end, halfway + range.begin);
-      if (next == model.layers) {
+      if (index == layers() / 2) std::copy(now + range.begin, now + range.end, halfway + range.begin);
+      if (next == layers()) {
         for (int64_t i = range.begin; i < range.end; i++) now[i] = multiply_add(-model.backout, halfway[i], now[i]);
       } else {
-        const Layer& to = model.layer[next];
+        const Layer<W>& to = model.layers[next];
         for (int64_t i = range.begin; i < range.end; i++)
           now[i] = multiply_add(to.skip, first[i], to.residual * now[i]);
       }
@@ -369,33 +375,33 @@ struct Pass {
 
   // Rotates the queries and the key of one key-value head of a token, adds the value embedding to the value, and writes
   // key and value to the cache.
-  void remember(int64_t index, int64_t r, int64_t kv, const Own& own) const {
-    const Layer& layer = model.layer[index];
-    int64_t length = model.head_dim, group = model.heads / model.kv_heads, place = tokens.places[r];
+  void remember(int64_t index, int64_t r, int64_t kv, Own& own) {
+    const Layer<W>& layer = model.layers[index];
+    int64_t length = model.head_dim, group = model.heads / model.kv_heads, place = places[r];
     float* of_token = heads + r * (model.heads + 2 * model.kv_heads) * length;
     float *key = of_token + (model.heads + kv) * length, *value = key + model.kv_heads * length;
     for (int64_t q = kv * group; q < (kv + 1) * group; q++) turn(of_token + q * length, place);
     turn(key, place);
     if (layer.values) {
       float gate = 3 * gated(layer.values_gate, kv, own.inputs[r]);
-      const float* embedded = layer.values + (tokens.ids[r] * model.kv_heads + kv) * length;
+      const float* embedded = layer.values + (ids[r] * model.kv_heads + kv) * length;
       for (int64_t i = 0; i < length; i++) value[i] = multiply_add(gate, embedded[i], value[i]);
     }
-    W *keys = cached(index, tokens.rows[r], place) + kv * length, *values = keys + model.kv_heads * length;
-    W* next = cached(index, tokens.rows[r], place + 1) + kv * length;
+    W *keys = cached(index, rows[r], place) + kv * length, *values = keys + model.kv_heads * length;
+    W* next = cached(index, rows[r], place + 1) + kv * length;
     for (int64_t i = 0; i < length; i++) {
       bool slow = index >= model.offset_from && i % (length / 2) >= length / 2 - length / 4;
-      store((slow ? next : keys) + i, key[i]);
-      store(values + i, value[i]);
+      (slow ? next : keys)[i] = key[i];
+      values[i] = value[i];
     }
   }
 
   // Attention for one key-value head of a token: softmax(q kᵀ / √head_dim) v over its window and its own position.
-  void attend(int64_t index, int64_t r, int64_t kv, Own& own) const {
+  void attend(int64_t index, int64_t r, int64_t kv, Own& own) {
     int64_t length = model.head_dim, group = model.heads / model.kv_heads;
-    int64_t before = std::min(model.layer[index].window, tokens.places[r]), seen = before + 1;
+    int64_t before = std::min(model.layers[index].window, places[r]), seen = before + 1;
     int64_t stride = 2 * model.kv_heads * length;
-    const W* keys = cached(index, tokens.rows[r], tokens.places[r] - before) + kv * length;
+    const W* keys = cached(index, rows[r], places[r] - before) + kv * length;
     const W* values = keys + model.kv_heads * length;
     float scale = 1 / std::sqrt(float(length));
     for (int64_t q = kv * group; q < (kv + 1) * group; q++) {
@@ -418,20 +424,20 @@ struct Pass {
       for (; i < length; i++) {
         float mean = 0;
         for (int64_t place = 0; place < seen; place++)
-          mean = multiply_add(weights[place], widen(values[place * stride + i]), mean);
+          mean = multiply_add(weights[place], float(values[place * stride + i]), mean);
         out[i] = mean / sum;
       }
     }
   }
 
   // Computes this thread's share of the hidden activations of some inputs, each in a row of `to`.
-  void activate(const FeedForward& ff, int64_t expert, const float* const* inputs, int64_t count, Range range,
-                float* to, float* gates) const {
+  void activate(const FeedForward<W>& ff, int64_t expert, const float* const* inputs, int64_t count, Range range,
+                float* to, float* gates) {
     int64_t d = model.d_model, width = ff.hidden, offset = expert * width * d;
-    product((const W*)ff.up + offset, d, range.begin, range.end, d, inputs, count,
+    product(ff.up + offset, d, range.begin, range.end, d, inputs, count,
             [&](int64_t r, int64_t o, float up) { to[r * width + o] = up; });
     if (ff.gate)
-      product((const W*)ff.gate + offset, d, range.begin, range.end, d, inputs, count,
+      product(ff.gate + offset, d, range.begin, range.end, d, inputs, count,
               [&](int64_t r, int64_t o, float up) { gates[r * width + o] = up; });
     for (int64_t r = 0; r < count; r++) {
       float *h = to + r * width, *g = gates + r * width;
@@ -443,15 +449,15 @@ struct Pass {
   }
 
   // Computes scores and the assignment; each expert's tokens are in order.
-  void route(const Layer& layer, Own& own) const {
+  void route(const Layer<W>& layer, Own& own) {
     int64_t experts = layer.experts, width = layer.scores;
-    product(layer.router, model.d_model, 0, width, model.d_model, own.inputs.data(), tokens.count,
+    product(layer.router, model.d_model, 0, width, model.d_model, own.inputs.data(), count,
             [&](int64_t r, int64_t e, float score) { own.scores[r * width + e] = score; });
-    for (int64_t r = 0; r < tokens.count; r++) {
+    for (int64_t r = 0; r < count; r++) {
       const float* of_token = &own.scores[r * width];
       uint8_t* taken = &own.taken[r * experts];
       if (layer.cutoffs) {
-        const float* cutoffs = layer.cutoffs + tokens.rows[r] * experts;
+        const float* cutoffs = layer.cutoffs + rows[r] * experts;
         for (int64_t e = 0; e < experts; e++) taken[e] = of_token[e] > cutoffs[e];
       } else {
         choose(layer, of_token, taken);
@@ -472,7 +478,7 @@ struct Pass {
     int64_t pairs = 0;
     for (int64_t e = 0; e < experts; e++) {
       Group group{e, pairs, {}, {}};
-      for (int64_t r = 0; r < tokens.count; r++)
+      for (int64_t r = 0; r < count; r++)
         if (own.taken[r * experts + e]) {
           group.tokens.push_back(r);
           group.inputs.push_back(own.inputs[r]);
@@ -483,7 +489,7 @@ struct Pass {
   }
 
   // Chooses the experts with the highest score + bias; ties go to the lower expert.
-  static void choose(const Layer& layer, const float* of_token, uint8_t* taken) {
+  static void choose(const Layer<W>& layer, const float* of_token, uint8_t* taken) {
     memset(taken, 0, layer.experts);
     for (int64_t i = 0; i < layer.chosen; i++) {
       int64_t best = -1;
@@ -494,8 +500,8 @@ struct Pass {
     }
   }
 
-  void feed_forward(const Layer& layer, int64_t thread, Own& own) const {
-    int64_t d = model.d_model, count = tokens.count, wide = layer.dense.hidden, narrow = layer.expert.hidden;
+  void feed_forward(const Layer<W>& layer, int64_t thread, Own& own) {
+    int64_t d = model.d_model, wide = layer.dense.hidden, narrow = layer.expert.hidden;
     float *of_pairs = hidden + count * wide, *gates_of_pairs = gate + count * wide;
     normalise_all(own);
     if (wide) activate(layer.dense, 0, own.inputs.data(), count, share(thread, wide), hidden, gate);
@@ -510,12 +516,12 @@ struct Pass {
     std::vector<const float*> inputs(count);
     for (int64_t r = 0; r < count; r++) inputs[r] = hidden + r * wide;
     if (wide)
-      product((const W*)layer.dense.down, wide, range.begin, range.end, wide, inputs.data(), count,
+      product(layer.dense.down, wide, range.begin, range.end, wide, inputs.data(), count,
               [&](int64_t r, int64_t o, float y) { x[r * d + o] += y; });
     if (layer.experts)
       for (Group& group : own.groups) {
         for (size_t i = 0; i < group.tokens.size(); i++) inputs[i] = of_pairs + (group.first + i) * narrow;
-        const W* down = (const W*)layer.expert.down + group.expert * d * narrow;
+        const W* down = layer.expert.down + group.expert * d * narrow;
         product(down, narrow, range.begin, range.end, narrow, inputs.data(), group.tokens.size(),
                 [&](int64_t i, int64_t o, float y) {
                   int64_t r = group.tokens[i];
@@ -524,13 +530,13 @@ struct Pass {
       }
   }
 
-  void attention(int64_t index, int64_t thread, Own& own) const {
-    const Layer& layer = model.layer[index];
-    int64_t d = model.d_model, count = tokens.count, length = model.head_dim;
+  void attention(int64_t index, int64_t thread, Own& own) {
+    const Layer<W>& layer = model.layers[index];
+    int64_t d = model.d_model, length = model.head_dim;
     int64_t width = (model.heads + 2 * model.kv_heads) * length, reads = model.heads * length;
     normalise_all(own);
     Range range = share(thread, width);
-    product((const W*)layer.qkv, d, range.begin, range.end, d, own.inputs.data(), count,
+    product(layer.qkv, d, range.begin, range.end, d, own.inputs.data(), count,
             [&](int64_t r, int64_t o, float y) { heads[r * width + o] = y; });
     barrier();
     int64_t items = count * model.kv_heads;
@@ -541,15 +547,15 @@ struct Pass {
     std::vector<const float*> inputs(count);
     for (int64_t r = 0; r < count; r++) inputs[r] = read + r * reads;
     range = share(thread, d);
-    product((const W*)layer.output, reads, range.begin, range.end, reads, inputs.data(), count,
+    product(layer.output, reads, range.begin, range.end, reads, inputs.data(), count,
             [&](int64_t r, int64_t o, float y) { x[r * d + o] += y; });
     barrier();
   }
 
-  void run(int64_t thread) const {
-    int64_t d = model.d_model, count = tokens.count, most = 0, seen = 0;
-    for (int64_t i = 0; i < model.layers; i++) most = most < model.layer[i].scores ? model.layer[i].scores : most;
-    for (int64_t r = 0; r < count; r++) seen = seen <= tokens.places[r] ? tokens.places[r] + 1 : seen;
+  void run(int64_t thread) {
+    int64_t d = model.d_model, most = 0, seen = 0;
+    for (const Layer<W>& layer : model.layers) most = std::max(most, layer.scores);
+    for (int64_t place : places) seen = std::max(seen, place + 1);
     Own own;
     own.normed.resize(count * d);
     own.scores.resize(count * most);
@@ -563,126 +569,54 @@ struct Pass {
     }
     barrier();
     int64_t routed = 0, scored = 0;
-    for (int64_t i = 0; i < model.layers; i++) {
-      const Layer& layer = model.layer[i];
+    for (int64_t i = 0; i < layers(); i++) {
+      const Layer<W>& layer = model.layers[i];
       attention(i, thread, own);
       feed_forward(layer, thread, own);
       pass_on(i, share(thread, d));
       barrier();
       if (thread == 0 && layer.experts) {
         int64_t pairs = count * layer.experts, numbers = count * layer.scores;
-        memcpy(results.scores + scored, own.scores.data(), numbers * sizeof(float));
-        memcpy(results.assignment + routed, own.taken.data(), pairs);
+        memcpy(scores + scored, own.scores.data(), numbers * sizeof(float));
+        memcpy(assignment + routed, own.taken.data(), pairs);
         routed += pairs, scored += numbers;
-        for (Group& group : own.groups) results.assigned += int64_t(group.tokens.size());
+        for (Group& group : own.groups) assigned += int64_t(group.tokens.size());
       }
     }
     predict(thread, own);
   }
 
-  void predict(int64_t thread, Own& own) const {
-    int64_t d = model.d_model, vocab = model.vocab, asked = tokens.count - tokens.first;
+  void predict(int64_t thread, Own& own) {
+    int64_t d = model.d_model, vocab = model.vocab, asked = count - first;
     normalise_all(own);
     Range range = share(thread, vocab);
-    product((const W*)model.head, d, range.begin, range.end, d, &own.inputs[tokens.first], asked,
-            [&](int64_t r, int64_t o, float y) { results.logits[r * vocab + o] = y; });
+    product(model.head, d, range.begin, range.end, d, &own.inputs[first], asked,
+            [&](int64_t r, int64_t o, float y) { logits[r * vocab + o] = y; });
     if (model.softcap)
-      for (int64_t r = 0; r < asked; r++) cap(results.logits + r * vocab, range, model.softcap);
+      for (int64_t r = 0; r < asked; r++)
+        cap(logits + r * vocab + range.begin, range.end - range.begin, model.softcap);
     barrier();
     for (int64_t r = thread; r < asked; r += threads) summarise(r);
   }
 
-  // softcap · tanh(logit / softcap)
-  static void cap(float* logits, Range range, float softcap) {
-    for (int64_t o = range.begin; o < range.end; o++)
-      logits[o] = softcap - 2 * softcap / (1 + exponential(2 / softcap * logits[o]));
-  }
-
-  void summarise(int64_t r) const {
-    const float* logits = results.logits + r * model.vocab;
+  void summarise(int64_t r) {
+    const float* row = logits + r * model.vocab;
     int64_t likeliest = 0;
-    for (int64_t o = 0; o < model.vocab && logits[likeliest] == logits[likeliest]; o++)
-      if (!(logits[o] <= logits[likeliest])) likeliest = o;  // NaN counts as the highest
-    float highest = logits[likeliest], part[256];
+    for (int64_t o = 0; o < model.vocab && row[likeliest] == row[likeliest]; o++)
+      if (!(row[o] <= row[likeliest])) likeliest = o;  // NaN counts as the highest
+    float highest = row[likeliest], part[256];
     double sum = 0;
     for (int64_t o = 0; o < model.vocab; o += 256) {
       int64_t length = model.vocab - o < 256 ? model.vocab - o : 256;
-      memcpy(part, logits + o, length * sizeof(float));
+      memcpy(part, row + o, length * sizeof(float));
       sum += exponentials(part, length, highest);
     }
-    double* peak = results.peaks + 3 * r;
+    double* peak = peaks + 3 * r;
     peak[0] = double(likeliest), peak[1] = highest, peak[2] = highest + float(std::log(sum));
   }
 };
 
-struct Sizes {
-  int64_t x, heads, read, hidden;
-
-  int64_t total() const { return 3 * x + heads + read + 2 * hidden; }
-};
-
-Sizes sizes(const Model& model, int64_t count) {
-  int64_t hidden = 0;
-  for (int64_t i = 0; i < model.layers; i++) {
-    const Layer& layer = model.layer[i];
-    int64_t numbers = layer.dense.hidden + layer.experts * layer.expert.hidden;
-    hidden = hidden < numbers ? numbers : hidden;
-  }
-  int64_t reads = model.heads * model.head_dim, heads = reads + 2 * model.kv_heads * model.head_dim;
-  return {count * model.d_model, count * heads, count * reads, count * hidden};
-}
-
-template <class W>
-void forward(const Model& model, const Tokens& tokens, Results& results, int64_t threads, float* scratch) {
-  results.assigned = 0;
-  Sizes size = sizes(model, tokens.count);
-  float *start = scratch + size.x, *middle = start + size.x, *heads = middle + size.x;
-  float *read = heads + size.heads, *hidden = read + size.read;
-  Pass<W> pass{model, tokens, results, 1, scratch, start, middle, heads, read, hidden, hidden + size.hidden};
-#ifdef _OPENMP
-  if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp single
-      pass.threads = omp_get_num_threads();
-      pass.run(omp_get_thread_num());
-    }
-    return;
-  }
-#endif
-  pass.run(0);
-}
-
-// A model with the tensors that it points to, and working memory.
-struct Decoder {
-  Model model{};
-  std::vector<Layer> layers;
-  std::vector<Tensor> kept;
-  Tensor scratch;
-
-  template <class T>
-  T* keep(const Tensor& tensor) {
-    kept.push_back(contiguous(tensor));
-    return data<T>(kept.back());
-  }
-
-  const void* weight(const Tensor& tensor) {
-    if (model.bfloat16) return keep<const c10::BFloat16>(tensor);
-    return keep<const float>(tensor);
-  }
-
-  Gate gate(const std::optional<Tensor>& weights) {
-    if (!weights) return {};
-    return {weight(*weights), weights->size(1)};
-  }
-
-  // weights: up, down and, if there is one, gate; empty for no feed-forward.
-  FeedForward feed_forward(const std::vector<Tensor>& weights) {
-    if (weights.empty()) return {};
-    const void* gate = weights.size() > 2 ? weight(weights[2]) : nullptr;
-    return {weight(weights[0]), gate, weight(weights[1]), weights[1].size(-1)};
-  }
-};
+using Decoder = std::variant<Model<float>, Model<BFloat16>>;
 
 Decoder& decoder_at(int64_t handle) { return *reinterpret_cast<Decoder*>(handle); }
 
@@ -692,22 +626,24 @@ int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const
                double smear, double backout, double eps, double softcap) {
   STD_TORCH_CHECK(cache.is_contiguous() && last.is_contiguous(), "a decoder's cache is not contiguous");
   auto decoder = std::make_unique<Decoder>();
-  Model& model = decoder->model;
-  model.bfloat16 = cache.scalar_type() == ScalarType::BFloat16;
-  model.vocab = embed.size(0), model.d_model = embed.size(1);
-  model.rows = cache.size(1), model.places = cache.size(2);
-  model.kv_heads = cache.size(4), model.head_dim = cache.size(5);
-  model.embed = decoder->keep<const float>(embed);
-  model.head = decoder->weight(head);
-  model.cos = decoder->keep<const float>(cos);
-  model.sin = decoder->keep<const float>(sin);
-  model.qk_scale = float(qk_scale), model.offset_from = offset_from;
-  model.cache = const_cast<void*>(decoder->weight(cache));
-  model.last = const_cast<void*>(decoder->weight(last));
-  model.smear_gate = decoder->gate(smear_gate);
-  model.smear = float(smear), model.backout = float(backout);
-  model.eps = float(eps), model.softcap = float(softcap);
-  decoder->scratch = new_empty(embed, {0}, ScalarType::Float);
+  if (cache.scalar_type() == ScalarType::BFloat16) decoder->emplace<Model<BFloat16>>();
+  const auto fill = [&]<class W>(Model<W>& model) {
+    model.vocab = embed.size(0), model.d_model = embed.size(1);
+    model.rows = cache.size(1), model.places = cache.size(2);
+    model.kv_heads = cache.size(4), model.head_dim = cache.size(5);
+    model.embed = model.template keep<const float>(embed);
+    model.head = model.template keep<const W>(head);
+    model.cos = model.template keep<const float>(cos);
+    model.sin = model.template keep<const float>(sin);
+    model.qk_scale = float(qk_scale), model.offset_from = offset_from;
+    model.cache = model.template keep<W>(cache);
+    model.last = model.template keep<W>(last);
+    model.smear_gate = model.gate(smear_gate);
+    model.smear = float(smear), model.backout = float(backout);
+    model.eps = float(eps), model.softcap = float(softcap);
+    model.scratch = new_empty(embed, {0}, ScalarType::Float);
+  };
+  std::visit(fill, *decoder);
   return reinterpret_cast<int64_t>(decoder.release());
 }
 
@@ -719,49 +655,61 @@ void add_layer(int64_t handle, const Tensor& qkv, const Tensor& output, const st
                const std::vector<Tensor>& dense, const std::vector<Tensor>& experts,
                const std::optional<Tensor>& router, const std::optional<Tensor>& cutoffs,
                const std::optional<Tensor>& bias, int64_t chosen, bool softmax_gates, bool divide_by_fanout) {
-  Decoder& decoder = decoder_at(handle);
-  const auto numbers = [&](const std::optional<Tensor>& tensor) {
-    return tensor ? decoder.keep<const float>(*tensor) : nullptr;
+  const auto add = [&]<class W>(Model<W>& model) {
+    model.heads = output.size(1) / model.head_dim;
+    model.layers.push_back({
+        .qkv = model.template keep<const W>(qkv), .output = model.template keep<const W>(output),
+        .values = model.numbers(values), .values_gate = model.gate(values_gate),
+        .window = window, .residual = float(residual), .skip = float(skip),
+        .dense = model.feed_forward(dense), .expert = model.feed_forward(experts),
+        .router = model.numbers(router), .cutoffs = model.numbers(cutoffs), .bias = model.numbers(bias),
+        .experts = experts.empty() ? 0 : experts[0].size(0), .scores = router ? router->size(0) : 0,
+        .chosen = chosen, .softmax_gates = softmax_gates, .divide_by_fanout = divide_by_fanout,
+    });
   };
-  decoder.model.heads = output.size(1) / decoder.model.head_dim;
-  decoder.layers.push_back({
-      .qkv = decoder.weight(qkv), .output = decoder.weight(output),
-      .values = numbers(values), .values_gate = decoder.gate(values_gate),
-      .window = window, .residual = float(residual), .skip = float(skip),
-      .dense = decoder.feed_forward(dense), .expert = decoder.feed_forward(experts),
-      .router = numbers(router), .cutoffs = numbers(cutoffs), .bias = numbers(bias),
-      .experts = experts.empty() ? 0 : experts[0].size(0), .scores = router ? router->size(0) : 0,
-      .chosen = chosen, .softmax_gates = softmax_gates, .divide_by_fanout = divide_by_fanout,
-  });
-  decoder.model.layers = decoder.layers.size();
-  decoder.model.layer = decoder.layers.data();
+  std::visit(add, decoder_at(handle));
 }
 
 // Runs the model and writes the tokens' keys and values to the cache. Returns logits, peaks, scores, assignment and the
-// number of assigned pairs, as in Results.
+// number of assigned pairs, as in Pass.
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> append(
     int64_t handle, const std::vector<int64_t>& ids, const std::vector<int64_t>& rows,
-    const std::vector<int64_t>& places, int64_t from, int64_t threads) {
-  Decoder& decoder = decoder_at(handle);
-  const Model& model = decoder.model;
-  int64_t count = ids.size(), asked = count - from, routed = 0, experts = 0, width = 0;
-  for (const Layer& layer : decoder.layers)
-    if (layer.experts) routed++, experts = layer.experts, width = layer.scores;
-  Sizes size = sizes(model, count);
-  if (decoder.scratch.numel() < size.total()) decoder.scratch = new_empty(decoder.scratch, {size.total()});
-  const auto floats = [&](torch::headeronly::IntHeaderOnlyArrayRef shape) { return new_empty(decoder.scratch, shape); };
-  const Tensor logits = floats({asked, model.vocab}), scores = floats({routed, count, width});
-  const Tensor peaks = new_empty(logits, {asked, 3}, ScalarType::Double);
-  const Tensor assignment = new_empty(scores, {routed, count, experts}, ScalarType::Bool);
-  const Tokens tokens{.count = count, .first = from, .ids = ids.data(), .rows = rows.data(), .places = places.data()};
-  Results results{.logits = data<float>(logits), .peaks = data<double>(peaks), .scores = data<float>(scores),
-                  .assignment = (uint8_t*)data<bool>(assignment), .assigned = 0};
-  float* scratch = data<float>(decoder.scratch);
-  if (model.bfloat16)
-    forward<bfloat16>(model, tokens, results, threads, scratch);
-  else
-    forward<float>(model, tokens, results, threads, scratch);
-  return {logits, peaks, scores, assignment, results.assigned};
+    const std::vector<int64_t>& places, int64_t first, int64_t threads) {
+  const auto run = [&]<class W>(Model<W>& model) -> std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> {
+    int64_t count = ids.size(), asked = count - first, routed = 0, experts = 0, width = 0, hidden = 0;
+    for (const Layer<W>& layer : model.layers) {
+      hidden = std::max(hidden, layer.dense.hidden + layer.experts * layer.expert.hidden);
+      if (layer.experts) routed++, experts = layer.experts, width = layer.scores;
+    }
+    int64_t d = model.d_model, reads = model.heads * model.head_dim;
+    int64_t heads = reads + 2 * model.kv_heads * model.head_dim, size = count * (3 * d + heads + reads + 2 * hidden);
+    if (model.scratch.numel() < size) model.scratch = new_empty(model.scratch, {size});
+    float* free = data<float>(model.scratch);
+    const auto take = [&](int64_t numbers) { return std::exchange(free, free + count * numbers); };
+    const Tensor logits = new_empty(model.scratch, {asked, model.vocab});
+    const Tensor peaks = new_empty(logits, {asked, 3}, ScalarType::Double);
+    const Tensor scores = new_empty(logits, {routed, count, width});
+    const Tensor assignment = new_empty(scores, {routed, count, experts}, ScalarType::Bool);
+    Pass<W> pass{
+        .model = model, .ids = ids, .rows = rows, .places = places, .count = count, .first = first,
+        .x = take(d), .start = take(d), .middle = take(d), .heads = take(heads), .read = take(reads),
+        .hidden = take(hidden), .gate = take(hidden),
+        .logits = data<float>(logits), .peaks = data<double>(peaks),
+        .scores = data<float>(scores), .assignment = data<bool>(assignment),
+    };
+    if (threads == 1) {  // a parallel region costs as much as a few small layers
+      pass.run(0);
+    } else {
+#pragma omp parallel num_threads(threads)
+      {
+#pragma omp single
+        pass.threads = omp_get_num_threads();
+        pass.run(omp_get_thread_num());
+      }
+    }
+    return {logits, peaks, scores, assignment, pass.assigned};
+  };
+  return std::visit(run, decoder_at(handle));
 }
 
 // Samples a token from logits (vocab) by top-k (`most`), then top-p. The candidates' weights e^(logit / temperature)
