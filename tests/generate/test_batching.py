@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import RULES, covering, small_model, small_tokenizer
+from cases import small_model, small_tokenizer
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import decoder as decoder_module
 from expert_threshold.generate.engine import ActiveRequest, Engine, Request, Sampler, Step, TextStream, penalize
-from expert_threshold.model import GPT
 
 BOS = small_tokenizer().bos
 
@@ -50,38 +49,6 @@ def tokens(writing: ActiveRequest) -> list[int]:
 
 def text_of(steps: Iterable[Step]) -> str:
     return "".join(step.text for step in steps)
-
-
-class Recorder(Engine):
-    """Records the logits from which each request's tokens were chosen."""
-
-    def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
-        super().__init__(model, tokenizer, slots=9, strict=True)
-        self.logits: dict[ActiveRequest, list[torch.Tensor]] = {}
-
-    def _write(self, ready: dict[int, ActiveRequest]) -> None:
-        for writing in ready.values():
-            self.logits.setdefault(writing, []).append(writing.next.logits.clone())
-        super()._write(ready)
-
-
-@pytest.mark.parametrize(
-    ("rule", "dtype", "by"),
-    covering(product(RULES, [torch.float32, torch.bfloat16], ["operations", "kernel"])),
-    indirect=["by"],
-)
-def test_in_strict_mode_logits_have_the_same_bits_alone_and_among_8_others(
-    tokenizer: Tokenizer, rule: str, dtype: torch.dtype, by: None
-) -> None:
-    model = small_model(RULES[rule])
-    model.compute_dtype = dtype
-    every, together = requests(9), Recorder(model, tokenizer)
-    writings = run(together, every, at=1)
-    for i in (0, 4, 8):
-        engine = Recorder(model, tokenizer)
-        (alone,) = run(engine, [every[i]])
-        pairs = zip(engine.logits[alone], together.logits[writings[i]], strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.usefixtures("by")

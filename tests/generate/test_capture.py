@@ -42,15 +42,6 @@ def test_ids_and_gates_follow_to_the_last_bit_from_scores_and_thresholds(rule: R
     assert len({capture.version for _, capture in found}) == 1
 
 
-def test_a_capture_is_the_same_alone_and_in_company() -> None:
-    model = small_model(THRESHOLD)
-    together = generated(model)
-    (alone,) = generate_captured(model, small_tokenizer(), [Request((269, 5, 7), 12, seed=0)])
-    assert alone.text == together[0].text
-    torch.testing.assert_close(alone.capture.scores, together[0].capture.scores)
-    assert torch.equal(alone.capture.assignment, together[0].capture.assignment)
-
-
 @pytest.mark.parametrize("dispatch", ["reference", "grouped", "static"])
 def test_training_replays_what_was_routed_whatever_the_weights_are_by_then(dispatch: str) -> None:
     model = small_model(replace(THRESHOLD, capacity_slack=0.1), dispatch=dispatch)

@@ -41,46 +41,16 @@ class Held(Engine):
         return []
 
 
-class Running(uvicorn.Server):
-    """A server that sets `listening` once it accepts connections."""
-
+class Served(uvicorn.Server):
     def __init__(self, app: Starlette) -> None:
         with mock.patch.object(uvicorn.Config, "configure_logging"):  # it would configure the whole process
             super().__init__(configure(app, grace=1))
-        self.listening = threading.Event()
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
+        self.service: Service = app.state.service
 
     @property
     def url(self) -> str:
         port = self.servers[0].sockets[0].getsockname()[1]
         return f"http://127.0.0.1:{port}"
-
-
-@contextlib.contextmanager
-def running(app: Starlette, sockets: Any) -> Iterator[Running]:
-    """Run a server in a thread until the context ends."""
-    server = Running(app)
-    thread = threading.Thread(target=server.run, args=(sockets,))
-    thread.start()
-    try:
-        assert server.listening.wait(PATIENCE)
-        yield server
-    finally:
-        server.should_exit = True
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-
-
-class Served:
-    def __init__(self, server: Running, app: Starlette) -> None:
-        self.url, self.app, self.server = server.url, app, server
-
-    @property
-    def service(self) -> Service:
-        return cast(Service, self.app.state.service)
 
     @property
     def worker(self) -> Worker:
@@ -89,6 +59,21 @@ class Served:
     @property
     def engine(self) -> Held:
         return cast(Held, self.worker.engine)
+
+
+@contextlib.contextmanager
+def running(app: Starlette, sockets: Any) -> Iterator[Served]:
+    """Run a server in a thread until the context ends."""
+    server = Served(app)
+    thread = threading.Thread(target=server.run, args=(sockets,))
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
 
 
 @contextlib.contextmanager
@@ -101,7 +86,7 @@ def served(
         kind(model or small_model(), small_tokenizer(), **(engine or {})), "small", limits=limits, **options
     )
     with running(app, bind("127.0.0.1", 0)) as server:
-        yield Served(server, app)
+        yield server
 
 
 class Reply(NamedTuple):
@@ -136,8 +121,8 @@ def ask(server: Any, path: str, body: Any = None, method: str | None = None, **h
 
 def hung(served: Served) -> int:
     """Return the number of connections that count as unfinished."""
-    protocol: Any = served.server.config.http_protocol_class
-    return sum(map(len, list(protocol.hanging.values())))
+    connections: list[Any] = list(served.server_state.connections)
+    return sum(connection.hanging_since is not None for connection in connections)
 
 
 def until(true: Callable[[], bool]) -> None:

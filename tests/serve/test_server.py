@@ -35,7 +35,7 @@ CONTEXT = 64  # of the small model
 
 @pytest.fixture(scope="module")
 def server(model: GPT) -> Iterator[Served]:
-    with served(model, engine={"slots": 9, "strict": True}) as server:
+    with served(model, engine={"strict": True}) as server:
         yield server
 
 
@@ -134,27 +134,6 @@ def test_a_stream_has_the_same_texts_in_pieces(client: Any, server: Served) -> N
     plain = complete(server, stream=True)
     assert plain.headers["X-Accel-Buffering"] == "no"  # else nginx would delay them by default
     assert plain.text.endswith("\n\ndata: [DONE]\n\n")
-
-
-# Alone and among others.
-
-
-# The fields of nine different greedy requests.
-PROMPTS = ["the cat", "a", "", "on the mat; the hat", "sat", "the cat sat on the mat", "hat", "of", "\n"]
-NINE = [{"prompt": prompt, "max_tokens": 20 + i, "temperature": 0, "logprobs": 3} for i, prompt in enumerate(PROMPTS)]
-
-
-def choices(server: Served, together: bool) -> list[dict[str, Any]]:
-    """Return the text and the exact logprobs of each request."""
-    with ThreadPoolExecutor(len(NINE) if together else 1) as pool:
-        answers = list(pool.map(lambda fields: complete(server, **fields), NINE))
-    return [json.loads(answer.text)["choices"][0] for answer in answers]
-
-
-def test_strict_mode_gives_the_same_bits_alone_and_among_8_requests(server: Served) -> None:
-    alone = choices(server, together=False)
-    assert len({choice["text"] for choice in alone}) == 9
-    assert choices(server, together=True) == alone
 
 
 # Limits.

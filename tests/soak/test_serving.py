@@ -270,7 +270,7 @@ def write(engine: Engine, victim: Request, company: list[Request], chance: rando
     return mine.steps
 
 
-@trials(500)
+@trials(500, few=20)
 def test_a_text_has_the_same_bits_whoever_shares_its_batch(trials: int) -> None:
     """All logits, of the prompt too, and the scores and gates of every layer."""
 
@@ -295,7 +295,7 @@ def test_a_text_has_the_same_bits_whoever_shares_its_batch(trials: int) -> None:
     campaign.campaign("batch invariance", trials, trial)
 
 
-@trials(200)
+@trials(200, few=2)
 def test_a_response_has_the_same_bytes_among_hostile_requests(trials: int) -> None:
     """Other clients ask for all that the limits allow, for other rates and extreme sampling, and leave."""
     extremes: dict[str, list[Any]] = {

@@ -37,18 +37,9 @@ def run(arguments: Sequence[str]) -> None:
     except UnicodeEncodeError:
         raise ValueError(f"--prompt {prompt!a} is not UTF-8; encode it as UTF-8") from None
     model, tokenizer = load_model(options["run"], options["step"], *picked_device(options))
-    steps = generate(
-        model,
-        tokenizer,
-        prompt,
-        max_tokens=options["max_tokens"],
-        temperature=options["temperature"],
-        top_k=options["top_k"],
-        repetition_penalty=options["repetition_penalty"],
-        seed=options["seed"],
-        record=options["show_routing"],
-        rate=options["rate"],
-    )
+    sampling = ("max_tokens", "temperature", "top_k", "repetition_penalty", "seed", "rate")
+    given = {name: options[name] for name in sampling}
+    steps = generate(model, tokenizer, prompt, record=options["show_routing"], **given)
     shown = printable if sys.stdout.isatty() else str
     if not options["show_routing"]:
         print(shown(prompt), end="", flush=True)

@@ -7,14 +7,11 @@ import contextlib
 import errno
 import socket
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from .worker import Limits
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -49,7 +46,7 @@ def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
     """
     return uvicorn.Config(
         app,
-        http=bounded(app.state.service.limits),
+        http=BoundedProtocol,
         ws="none",
         limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=grace,
@@ -58,12 +55,7 @@ def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
     )
 
 
-def bounded(limits: Limits) -> type[H11Protocol]:
-    """Return a protocol class that enforces these limits, to be passed to uvicorn as `http`."""
-    return type("Bounded", (_Bounded,), {"limits": limits, "hanging": defaultdict(dict)})
-
-
-class _Bounded(H11Protocol):
+class BoundedProtocol(H11Protocol):
     """uvicorn's protocol, with a deadline for headers and a limit on unfinished connections per address.
 
     A connection is unfinished until a whole request has arrived, both when it is new and after each response. The
@@ -74,12 +66,11 @@ class _Bounded(H11Protocol):
     and granian cover the headers, but neither server limits connections per address or lets code do so.
     """
 
-    limits: Limits
-    hanging: defaultdict[str | None, dict[_Bounded, None]]  # by address, oldest first
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, config: uvicorn.Config, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self.hanging_since: float | None = None  # when the connection started to count as unfinished
         self._timers: list[asyncio.TimerHandle] = []
+        self._limits = cast("Starlette", config.app).state.service.limits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -103,7 +94,7 @@ class _Bounded(H11Protocol):
         self._timers = [
             self.loop.call_later(SETTLE, self._hang),
             # Abort rather than close: a client with unsent output at this point is not reading it either.
-            self.loop.call_later(self.limits.header_seconds, self.transport.abort),
+            self.loop.call_later(self._limits.header_seconds, self.transport.abort),
         ]
 
     def _look(self) -> None:
@@ -116,20 +107,18 @@ class _Bounded(H11Protocol):
             self._end_waiting()
 
     def _hang(self) -> None:
-        crowd = self.hanging[self._address]
-        crowd[self] = None
-        if len(crowd) > self.limits.unfinished:
-            oldest = next(iter(crowd))
+        self.hanging_since = self.loop.time()
+        every = cast("set[BoundedProtocol]", self.server_state.connections)
+        crowd = [(each.hanging_since, each) for each in every if each.hanging_since and each._address == self._address]
+        if len(crowd) > self._limits.unfinished:
+            _, oldest = min(crowd, key=lambda pair: pair[0])
             oldest._end_waiting()
             oldest.transport.abort()
 
     def _end_waiting(self) -> None:
+        self.hanging_since = None
         for timer in self._timers:
             timer.cancel()
-        crowd = self.hanging[self._address]
-        crowd.pop(self, None)
-        if not crowd:
-            del self.hanging[self._address]
 
     @property
     def _address(self) -> str | None:

@@ -34,6 +34,7 @@ T = TypeVar("T")
 log = logging.getLogger("uvicorn.error")
 
 FAILED = ApiError(500, "the server failed; see its log for the reason", code="internal_error")
+GONE = ApiError(499, "the client has closed the connection")  # nginx's status, for /metrics
 STOPPING = ApiError(503, "the server is stopping", code="stopping", headers=RETRY)
 
 
@@ -78,7 +79,7 @@ def create_app(
         Route("/v1/models/{model:path}", model),
         Route("/v1/completions", completions, methods=["POST"]),
     ]
-    on: Any = {ApiError: _on_api_error, HTTPException: _on_http_exception, ClientDisconnect: _on_disconnect}
+    on: Any = {HTTPException: _on_http_exception}
     app = Starlette(routes=[*own, *routes], exception_handlers=on, lifespan=lifespan)
     app.router.redirect_slashes = False  # else /health/ would redirect to a URL built from the Host header
     paths = {route.endpoint: route.path_format for route in app.routes if isinstance(route, Route)}
@@ -135,7 +136,7 @@ def service(request: Request) -> Service:
 
 class _Gate:
     """Middleware that admits only requests with the key and an allowed Host, and counts requests by route. It responds
-    with an error if a handler fails, or is cancelled because the server is stopping.
+    with an error if a handler raises one, fails, or is cancelled because the server is stopping.
     """
 
     def __init__(
@@ -160,10 +161,14 @@ class _Gate:
                 self.requests[path, message["status"]] += 1
             await send(message)
 
-        error = self._refusal(Request(scope))
         try:
-            await (self.app if error is None else _answer_error(error))(scope, receive, counted)
+            self._admit(Request(scope))
+            await self.app(scope, receive, counted)
             return
+        except ApiError as refusal:
+            error = refusal
+        except ClientDisconnect:
+            error = GONE
         except asyncio.CancelledError:
             error = STOPPING
         except Exception:
@@ -172,18 +177,18 @@ class _Gate:
         if not started:
             await _answer_error(error)(scope, receive, counted)
 
-    def _refusal(self, request: Request) -> ApiError | None:
+    def _admit(self, request: Request) -> None:
         if self.hosts is not None and host_name(request.headers.get("host", "")) not in self.hosts:
-            return unknown_host(self.hosts)
+            raise unknown_host(self.hosts)
         if self.key is None or request.scope["path"] == "/health":  # request.url depends on the Host header
-            return None
+            return
         if secrets.compare_digest(_given_key(request), self.key):
-            return None
+            return
         # Send two headers, since Chromium does not prompt for a password if both challenges are in one.
         schemes = ("Bearer", 'Basic realm="API key as password"')
         challenges = [("WWW-Authenticate", scheme) for scheme in schemes]
         message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
-        return ApiError(401, message, code="invalid_api_key", headers=challenges)
+        raise ApiError(401, message, code="invalid_api_key", headers=challenges)
 
 
 def _given_key(request: Request) -> bytes:
@@ -292,7 +297,7 @@ async def _chunks(service: Service, job: Job, texts: Answer) -> AsyncGenerator[d
     """Yield the response in chunks."""
     usage = {"usage": None} if texts.asked.include_usage else {}
     async for update in service.timed(job):
-        piece = texts.choices[update.text].piece(update.steps, update.finished and update.error is None)
+        piece = texts.choices[update.text].piece(update.steps, update.finished)
         if piece["text"] or piece["finish_reason"] or (piece["logprobs"] or {}).get("tokens"):
             yield texts.body([piece]) | usage
     if usage:
@@ -318,32 +323,31 @@ class EventStream(Response):
         super().__init__(media_type="text/event-stream", headers=now | dict(headers or {}))
         del self.headers["content-length"]
         self._job, self._events, self._limits, self._done = job, events, limits, done
-        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._job, contextlib.suppress(ClientDisconnect):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await while_connected(receive, self._send(send))
+                last = await while_connected(receive, self._send(send))
             except asyncio.CancelledError:
-                if not self._started:
-                    raise
-                await _send_last(send, json.dumps(STOPPING.body))
+                last = json.dumps(STOPPING.body)
+            await _send_last(send, last)
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        self._started, last = True, self._done
+    async def _send(self, send: Send) -> str:
+        """Send the events, and return the data of the last one, which is `done` or an error."""
         try:
             async with asyncio.timeout(self._limits.seconds), contextlib.aclosing(self._events):
                 async for event in self._events:
                     await _send_event(send, json.dumps(event, allow_nan=False))
+            return self._done
         except TimeoutError:
-            last = json.dumps(_out_of_time(self._limits).body)
-        except ApiError as error:
-            last = json.dumps(error.body)
+            error = _out_of_time(self._limits)
+        except ApiError as refusal:
+            error = refusal
         except Exception:
             log.exception("a stream failed")
-            last = json.dumps(FAILED.body)
-        await _send_last(send, last)
+            error = FAILED
+        return json.dumps(error.body)
 
 
 async def _send_last(send: Send, data: str) -> None:
@@ -417,11 +421,6 @@ def _answer_error(error: ApiError) -> Response:
     return response
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _answer_error(error)
-
-
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, headers, code = shown(request.scope["path"]), error.headers or {}, None
@@ -435,7 +434,3 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     else:
         message = f"{request.method} here: {error.detail}"
     return _answer_error(ApiError(error.status_code, message, code=code, headers=headers.items()))
-
-
-async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it

@@ -67,16 +67,16 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-ENGINE_FAILED = "the engine has failed; the server's log says why"
+def engine_failed() -> ApiError:
+    return ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
 
 
 class Update(NamedTuple):
-    """The steps added to one text of a job since its last update. error: why the text ended early, or None."""
+    """The steps added to one text of a job since its last update."""
 
     text: int
     steps: tuple[Step, ...]
     finished: bool
-    error: str | None
 
 
 class Job:
@@ -84,7 +84,7 @@ class Job:
 
     def __init__(self, worker: Worker, requests: Sequence[Request]) -> None:
         self.requests = requests
-        self.updates: asyncio.Queue[Update | None] = asyncio.Queue()
+        self.updates: asyncio.Queue[Update | ApiError] = asyncio.Queue()
         self.unfinished = len(requests)
         self.submitted = time.monotonic()
         self._worker = worker
@@ -100,12 +100,9 @@ class Job:
         """Yield updates until all texts are finished. Raises ApiError if the engine or a text fails."""
         while self.unfinished or not self.updates.empty():
             update = await self.updates.get()
-            if update is None:
-                raise ApiError(503, ENGINE_FAILED, code="engine_failed")
-            if update.steps or update.error is None:
-                yield update
-            if update.error is not None:
-                raise ApiError(500, update.error, code="not_finite")
+            if isinstance(update, ApiError):
+                raise update
+            yield update
 
 
 class Worker:
@@ -149,7 +146,7 @@ class Worker:
         for request in requests:
             self.engine.check(request)
         if self.failed:
-            raise ApiError(503, ENGINE_FAILED, code="engine_failed")
+            raise engine_failed()
         if self.unfinished + len(requests) > self.slots + self._queue_limit:
             message = f"the queue is full, with {self.waiting} of {self._queue_limit} texts waiting; retry later"
             raise ApiError(429, message, code="queue_full", headers=RETRY)
@@ -194,24 +191,28 @@ class Worker:
         self._publish(left)
 
     def _publish(self, moved: Sequence[ActiveRequest]) -> None:
-        news = []
+        news: list[tuple[Job, Update | ApiError]] = []
         for writing in moved:
             job, index = self._texts[writing]
-            news.append((job, Update(index, writing.take(), writing.finished, writing.error)))
+            steps, failed = writing.take(), writing.error is not None
+            if steps or not failed:
+                news.append((job, Update(index, steps, writing.finished and not failed)))
+            if writing.error is not None:
+                news.append((job, ApiError(500, writing.error, code="not_finite")))
             if writing.finished:
                 del self._texts[writing]
         self._loop.call_soon_threadsafe(self._deliver, news)
 
     # These methods run in the event loop.
 
-    def _deliver(self, news: Sequence[tuple[Job, Update]]) -> None:
+    def _deliver(self, news: Sequence[tuple[Job, Update | ApiError]]) -> None:
         for job, update in news:
             job.updates.put_nowait(update)
-            job.unfinished -= update.finished
+            job.unfinished -= isinstance(update, ApiError) or update.finished
             if not job.unfinished:
                 self._jobs.discard(job)
 
     def _fail(self) -> None:
         self.failed = True
         for job in self._jobs:
-            job.updates.put_nowait(None)
+            job.updates.put_nowait(engine_failed())
