@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expert_threshold.kernels.cpu import blocks as kernels
-from expert_threshold.model.attention import Attention, attend, delay, halves, norm, rotary, rotary_norm
+from expert_threshold.model.attention import attend, delay, halves, norm, rotary, rotary_norm
 from rounding import HALF_A_UNIT, assert_rounded, with_gradients
 
 pytestmark = pytest.mark.usefixtures("block_kernels")
@@ -137,17 +137,3 @@ def test_the_norm_and_its_gradient_are_those_of_float32_rounded() -> None:
         for e, f in zip(exact, with_gradients(kernels.norm, columns, upstream=dy), strict=True):
             assert_rounded(f, e, 1)
     assert torch.equal(kernels.norm(torch.zeros(2, 32).bfloat16()), torch.zeros(2, 32).bfloat16())
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer
-def test_compiled_a_layer_is_one_graph_with_the_same_gradients() -> None:
-    torch.manual_seed(0)
-    layer, x = Attention(64, 2, 1), torch.randn(2, 64, 64).bfloat16()
-    cos, sin = (t.bfloat16() for t in rotary(torch.arange(64.0), 32))
-    found = []
-    for forward in (layer, torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")):
-        layer.zero_grad()
-        found.append(with_gradients(lambda x, forward=forward: forward(x, cos, sin, None, 0), x))
-        found[-1] += [weight.grad for weight in layer.parameters() if weight.grad is not None]
-    for eager, compiled in zip(*found, strict=True):
-        assert (compiled - eager).norm() < 0.01 * eager.norm()

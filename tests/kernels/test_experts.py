@@ -8,7 +8,6 @@ from typing import Literal
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from expert_threshold.kernels.cpu import blocks as kernels
 from expert_threshold.moe import BACKENDS, FeedForward, MoE
@@ -16,10 +15,7 @@ from expert_threshold.routing import ExpertChoice
 from rounding import assert_rounded, without_kernels
 from routed_sum import Case, RoutedSum, case, fanout, outputs_and_gradients, requirements
 
-pytestmark = [
-    pytest.mark.usefixtures("block_kernels"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's tracer
-]
+pytestmark = pytest.mark.usefixtures("block_kernels")
 
 
 def skewed(tokens: int, experts: int) -> Tensor:
@@ -171,24 +167,6 @@ def test_shared_experts_with_a_hook_are_called(part: str) -> None:
     layer.get_submodule(part).register_forward_hook(lambda *_: called.append(True))
     layer(torch.randn(1, 128, 64).bfloat16())
     assert called
-
-
-def test_compiled_it_is_one_graph_whatever_the_loads() -> None:
-    torch._dynamo.reset()
-    given = case(fanout(128, 4, 1), dtype=torch.bfloat16, d_model=64, d_expert=96)
-    layer = FeedForward(64, 96)
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def both(x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
-        return BACKENDS["cpu"](x, gates, assignment, given.experts, rows=400) + layer(x)
-
-    whole = torch.compile(both, fullgraph=True, dynamic=False, backend=counter)
-    for per_token in (1, 3, 2):
-        x = given.x.clone().requires_grad_()
-        arguments = (x, given.gates, fanout(128, 4, per_token))
-        found, expected = (torch.autograd.grad(f(*arguments).float().sum(), x) for f in (whole, both))
-        torch.testing.assert_close(found, expected, atol=0, rtol=0)
-    assert counter.frame_count == 1
 
 
 def test_more_pairs_than_there_is_room_for_are_refused() -> None:
