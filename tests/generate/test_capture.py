@@ -44,7 +44,8 @@ def test_ids_and_gates_follow_to_the_last_bit_from_scores_and_thresholds(rule: R
 
 @pytest.mark.parametrize("dispatch", ["reference", "grouped", "static"])
 def test_training_replays_what_was_routed_whatever_the_weights_are_by_then(dispatch: str) -> None:
-    model = small_model(replace(THRESHOLD, capacity_slack=0.1), dispatch=dispatch)
+    rule = replace(THRESHOLD, capacity_slack=0.1, gate="softmax_chosen")
+    model = small_model(rule, dispatch=dispatch)
     captures = [capture for _, capture in generated(model)]
     longest = max(len(capture.tokens) for capture in captures)
     tokens = torch.stack([torch.nn.functional.pad(c.tokens, (0, longest - len(c.tokens))) for c in captures])
@@ -56,12 +57,14 @@ def test_training_replays_what_was_routed_whatever_the_weights_are_by_then(dispa
         output = model(tokens, tokens, record=True)
     output.loss.backward()
     for layer, routing in enumerate(output.routings):
+        gates = (routing.gates * routing.assignment).sum(-1)
+        torch.testing.assert_close(gates, routing.assignment.any(-1).float())  # normalised over the captured experts
         for row, capture in enumerate(captures):
             length = len(capture.tokens)
             assert torch.equal(routing.assignment[row, :length], capture.assignment[layer])
             assert not routing.assignment[row, length:].any()
     for _, moe in model.moe_layers():
-        assert moe.router.rule == replace(THRESHOLD, capacity_slack=0.1)
+        assert moe.router.rule == rule
         assert moe.router.weight.grad.abs().sum() > 0
         assert model(tokens).observations[0].load.sum() > 0
 
