@@ -138,7 +138,7 @@ class ExpertThreshold(ByCutoff):
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:
         return {
-            "in warmup": cls(6, 1),
+            "in warmup": cls(6, 1, capacity_slack=None),
             "no warmup": cls(6, 1, warmup_steps=0),
             "tight": cls(6, 2, warmup_steps=0, capacity_slack=0.1),
             "no slack": cls(6, 1, warmup_steps=0, capacity_slack=0),
