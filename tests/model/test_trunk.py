@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,30 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cases import PIECES, small_config, small_model
+from cases import PIECES
 from expert_threshold.model import GPT, TRUNKS, GPTConfig, flops_per_token, parameter_counts
 from expert_threshold.model.attention import attend, norm
-from expert_threshold.routing import Rule
 
+from . import test_gpt
 from .test_gpt import CONTEXT, VOCAB, tokens_of
 
-SIZES = {"vocab_size": VOCAB, "context": CONTEXT, "layers": 4, "heads": 4, "d_expert": 24, "d_feed_forward": 48}
 ALL = PIECES["all of them"]
 pieces = pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
-
-
-def small(rule: Rule | None = None, **changes: Any) -> GPTConfig:
-    return small_config(rule, **(SIZES | changes))
-
-
-def lively(**changes: Any) -> Any:
-    """Return a model in training mode without zero weights."""
-    model = small_model(None, **(SIZES | changes)).train()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 1:
-                weight.normal_(0, 0.5)
-    return model
+small = partial(test_gpt.small, None, layers=4, kv_heads=2)
+lively: Any = partial(test_gpt.lively, None, layers=4, kv_heads=2)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
