@@ -122,13 +122,14 @@ def measured(arguments: argparse.Namespace) -> Iterator[list[Row]]:
     fanouts = [(name, fanout) for name in shapes for fanout in (fine if "-" in name else arguments.fanouts)]
     cases = [(shape_named(name, fanout, tokens), fanout) for name, fanout in fanouts]
     torch.set_num_threads(arguments.threads)
-    here = {"repeats": repeats} | machine(device) | origin()
+    here = {"dtype": str(dtype).removeprefix("torch."), "repeats": repeats} | machine(device) | origin()
     names = arguments.contestants or list(contestants())
     with Progress(console=Console(stderr=True)) as progress:
         for shape, fanout in progress.track(cases, description="cases"):
+            known = {"benchmark": "peers", "shape": shape.name, **shape.sizes(), "fanout": fanout}
             with gc_frozen():
-                rows = measure(Case(shape, dtype, device), fanout, names, repeats, arguments.patience)
-            yield [row | here for row in rows]
+                rows = measure(Case(shape, dtype, device), names, repeats, arguments.patience)
+            yield [known | row | here for row in rows]
 
 
 def roof(rows: list[Row]) -> tuple[float, float]:

@@ -47,6 +47,9 @@ class Shape(NamedTuple):
     experts_per_token: int
     tokens: int
 
+    def sizes(self) -> dict[str, int]:
+        return {name: size for name, size in self._asdict().items() if name != "name"}
+
 
 class Entry(NamedTuple):
     """A contestant made ready: forward() returns y (tokens, d_model).

@@ -70,20 +70,16 @@ def reason(failure: Exception) -> str:
 
 
 def measure(
-    case: Case, fanout: int, names: list[str], repeats: int, patience: float, roof: tuple[int, int] | None = None
+    case: Case, names: list[str], repeats: int, patience: float, roof: tuple[int, int] | None = None
 ) -> list[Row]:
     """A row for each contestant. patience: times the dense one's time, beyond which nothing is timed. roof: the side of
     the square product and the bytes of the copy beside them; None is large ones.
     """
-    shape = case.shape
-    dtype = str(case.dtype).removeprefix("torch.")
-    known = {"benchmark": "peers", **shape._asdict(), "shape": shape.name, "fanout": fanout, "dtype": dtype}
-    del known["name"]
     rows: dict[str, Row] = {}
     entries: dict[str, Entry] = {}
     dense = float("inf")
     for name in names:
-        rows[name] = row = {**known, "contestant": name, **version(name)}
+        rows[name] = row = {"contestant": name, **version(name)}
         try:
             entry = contestants()[name](case)
             off = error(case.outcome(entry.forward, entry.leaves), entry.expected)
@@ -142,7 +138,7 @@ def time_all(
             f"{prefix}ms": round(taken * 1e3, 4),
             f"{prefix}tflops": float(f"{rate / 1e12:.5g}"),
             f"{prefix}share_of_product": float(f"{rate / product:.4g}"),
-            f"{prefix}ns_per_token": round(taken * 1e9 / row["tokens"], 1),
+            f"{prefix}ns_per_token": round(taken * 1e9 / case.shape.tokens, 1),
             "product_tflops": float(f"{product / 1e12:.5g}"),
             "copy_gb_per_second": round(copy / 1e9, 2),
         }

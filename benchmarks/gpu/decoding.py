@@ -20,7 +20,7 @@ from .setting import Case, Row, Setting
 from .whole import RULES, config_of, random_model
 
 PROMPT = 16
-IN_A_ROW = 16  # tokens that are timed together, as caches are warm while a text is written
+IN_A_ROW = {"cuda": 1, "cpu": 16}  # tokens that are timed together: a CPU's caches are warm while a text is written
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -36,13 +36,10 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def stepping(model: GPT, sequences: int, setting: Setting) -> tuple[Callable[[], None], list[int]]:
-    """Return a call that decodes IN_A_ROW tokens for each sequence, and where it counts the experts read for each.
-
-    Prompts and tokens are random.
-    """
+    """Return a call that decodes IN_A_ROW random tokens of each sequence, and where it counts the experts read."""
     from expert_threshold.generate.decoder import Decoder  # needs the packages that read text
 
-    context = model.config.context
+    context, count = model.config.context, IN_A_ROW[setting.device.type]
     decoder = Decoder(model, sequences, context)
     experts_read: list[int] = []
     prompt = setting.pick(PROMPT, PROMPT // 4)
@@ -54,14 +51,15 @@ def stepping(model: GPT, sequences: int, setting: Setting) -> tuple[Callable[[],
             decoder.read(row, [at[row] for at in tokens[:prompt]])
 
     def steps() -> None:
-        if decoder.cache.lengths[0] + IN_A_ROW > context:
+        if decoder.cache.lengths[0] + count > context:
             restart()
-        for _ in range(IN_A_ROW):
+        for _ in range(count):
             decoded = decoder.step(dict(enumerate(tokens[decoder.cache.lengths[0]])))
             experts_read.append(int(decoded.assignment.any(1).sum()))
 
     restart()
-    steps()
+    for _ in range(4):
+        steps()
     return steps, experts_read
 
 
@@ -78,7 +76,8 @@ def measure(model: GPT, sequences: int, setting: Setting, **others: Callable[[],
     x = torch.randn(config.d_model, device=setting.device)
     readers = {"by sum": buffer.sum, "by maximum": buffer.amax, "by product": lambda: buffer @ x}
     medians, roof = under_roof({"steps": steps, **readers, **others}, setting, seconds=4.0)
-    step, read = medians["steps"] / IN_A_ROW, min(medians[name] for name in readers)
+    count, read = IN_A_ROW[setting.device.type], min(medians[name] for name in readers)
+    step = medians["steps"] / count
     return {
         "sequences": sequences,
         "step_ms": round(step * 1e3, 4),
@@ -88,7 +87,7 @@ def measure(model: GPT, sequences: int, setting: Setting, **others: Callable[[],
         "floor_ms": round(read * 1e3, 4),
         "over_floor": round(step / read, 3),
         "read_gb_per_second": round(size / read / 1e9, 2),
-        **{f"{name}_ms": round(medians[name] / IN_A_ROW * 1e3, 4) for name in others},
+        **{f"{name}_ms": round(medians[name] / count * 1e3, 4) for name in others},
         **rates(roof),
     }
 

@@ -78,7 +78,7 @@ def tiles(shape: Shape, setting: Setting) -> Row:
         for kernel, tuner in kernels.TUNED.items()
         for key, config in tuner.cache.items()
     ]
-    return sizes_of(shape) | {"contestants": [], "compiled_ahead": compiled, "tiles": found}
+    return shape.sizes() | {"contestants": [], "compiled_ahead": compiled, "tiles": found}
 
 
 def compile_ahead(sizes: tuple[int, int, int], setting: Setting) -> int:
@@ -118,13 +118,7 @@ def race(shape: Shape, setting: Setting) -> Row:
     names = [name for name in contestants() if name not in LEFT_OUT and (not setting.dry or name in DRY)]
     repeats, patience, roof = setting.pick((10, PATIENCE, None), (1, float("inf"), (64, 2**16)))
     case = Contest(shape, setting.dtype, setting.device)
-    rows = measure(case, shape.experts_per_token, names, repeats, patience, roof)
-    known = {*shape._fields, "benchmark", "shape", "fanout"}
-    return sizes_of(shape) | {"contestants": [{k: v for k, v in row.items() if k not in known} for row in rows]}
-
-
-def sizes_of(shape: Shape) -> Row:
-    return {name: value for name, value in shape._asdict().items() if name != "name"}
+    return shape.sizes() | {"contestants": measure(case, names, repeats, patience, roof)}
 
 
 def lines(rows: dict[str, Row]) -> list[str]:
