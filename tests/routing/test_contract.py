@@ -224,6 +224,18 @@ def test_an_observation_says_what_happened(rule: Rule, training: bool) -> None:
 # The edges
 
 
+@each(CASES)
+@both_modes
+@pytest.mark.parametrize("shape", [(0, TIME), (BATCH, 0), (0, 0)])
+def test_no_tokens_get_an_empty_assignment(rule: Rule, training: bool, shape: tuple[int, int]) -> None:
+    scores = torch.empty(*shape, rule.num_scores, requires_grad=True)
+    routing = rule.route(scores, train(rule), training=training)
+    assert routing.assignment.shape == (*shape, EXPERTS)
+    assert all((x == 0).all() for x in routing.observation.tensors().values())
+    if routing.loss is not None:
+        assert routing.loss == 0
+
+
 @each({name: rule for name, rule in BY_CUTOFF.items() if rule.experts_per_token < EXPERTS})
 def test_a_pool_too_small_for_one_token_per_expert_is_refused_in_training_alone(rule: Rule) -> None:
     rule = replace(rule, pool="sequence")  # type: ignore[type-var]
