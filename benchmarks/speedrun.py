@@ -43,8 +43,7 @@ from expert_threshold.analysis.page import save_figure
 from expert_threshold.analysis.records import Run
 from expert_threshold.analysis.results import markdown, names_with_sizes, over_seeds, sizes
 from expert_threshold.analysis.sentences import counted
-from expert_threshold.compare.findings import read_runs
-from expert_threshold.compare.judgement import used_until
+from expert_threshold.compare.judgement import read_runs, used_until
 from expert_threshold.data import Loader, Tokens, open_source, pack, windows
 from expert_threshold.files import replace_file
 from expert_threshold.model.attention import delay

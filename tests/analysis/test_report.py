@@ -26,7 +26,7 @@ from expert_threshold.analysis.figures.style import style
 from expert_threshold.analysis.page import CSS, SCRIPT, svg
 from expert_threshold.analysis.records import expert_series, finite, layer_series, mean_loss, series
 from expert_threshold.analysis.report import write_report
-from expert_threshold.compare.findings import Findings, read_runs
+from expert_threshold.compare.judgement import Findings, read_runs
 from expert_threshold.compare.page import write_page
 from expert_threshold.runs import RunFolder
 from tiny_runs import SAMPLE, copy_run

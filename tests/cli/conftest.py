@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cases import RULES, et, small_model, write_bundle, write_run, write_text
-from commands import Options
+from cases import RULES, said, small_model, write_bundle, write_run, write_text
+from commands import Experiment, Options
+from expert_threshold.compare import sweep
 
 TEXT = "the cat sat on a mat and saw another cat by the old river where all the other cats lived "
 
@@ -35,10 +35,40 @@ def small(text: Path) -> Options:
 def run(small: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of four steps. No test may change it."""
     path = tmp_path_factory.mktemp("runs") / "run"
-    with contextlib.redirect_stdout(io.StringIO()):
-        options = ["--steps", 4, "--sample-every", 2, "--eval-tokens", 10_000, "--dtype", "float32"]
-        assert et("train", *small, *options, "--out", path) == 0
+    options = ["--steps", 4, "--sample-every", 2, "--eval-tokens", 10_000, "--dtype", "float32"]
+    said("train", *small, *options, "--out", path)
     return path
+
+
+@pytest.fixture(scope="session")
+def comparison(small: Options, tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    """A comparison of three methods with two seeds. No test may change it."""
+    options = [*small, "--steps", 4, "--num-experts", 4, "--rules", "dense,token_choice,expert_threshold", "--seeds", 2]
+    made = Experiment("compare", options, tmp_path_factory.mktemp("comparison") / "out")
+    said(*made.command)
+    return made
+
+
+SEARCHED = "optim.matrix_lr=0.005..0.1:log", "optim.betas=0.9,0.95|0.8,0.95", "rule.warmup_steps=0..2"
+
+
+@pytest.fixture(scope="session")
+def search(small: Options, tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    """A sweep of three trials for each of two methods, with two validations each. No test may change it."""
+    pytest.importorskip("optuna", reason="optuna is not installed")
+    space = [part for entry in SEARCHED for part in ("--space", entry)]
+    options = [*small, "--layers", 2, "--num-experts", 4, "--steps", 4, "--methods", "dense,expert_threshold", *space]
+    made = Experiment("sweep", [*options, "--trials", 3], tmp_path_factory.mktemp("sweep") / "out")
+    said(*made.command)
+    return made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_speed_is_measured() -> Iterator[None]:
+    """Before a sweep starts, which would take longer than its trials."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "tokens_within", lambda *_: 10**7)
+        yield
 
 
 @pytest.fixture

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import io
 import json
 import math
 import re
 import shutil
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ import torch
 from matplotlib.text import Text
 
 from cases import et, said
-from commands import Options, Refused, edit, interrupt_at, lines, put, read, without, write_lines
+from commands import CLOCKS, Experiment, Options, Refused, edit, lines, put, read, without, write_lines
 from expert_threshold import __version__
 from expert_threshold.analysis.figures.learning import draw_losses
 from expert_threshold.analysis.figures.style import MUTED
@@ -34,57 +31,38 @@ from expert_threshold.compare.experiment import run_title
 from expert_threshold.compare.judgement import Judged
 from expert_threshold.compare.page import VERDICTS, curves, draw_differences
 from expert_threshold.compare.paired import Difference, Verdict
-from expert_threshold.data import Batch, Loader, Tokenizer
-from expert_threshold.install import install
 from expert_threshold.model import GPTConfig
 from expert_threshold.recipes import methods
 from expert_threshold.routing import PAPER_STEPS, ExpertChoice, ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
-from expert_threshold.train import device
 
 CHOSEN = ["dense", "token_choice", "expert_threshold"]
 STEPS = 4
-CLOCKS = {"tokens_per_second", "seconds", "elapsed", "clock", "seconds_to_loss", "at_seconds"}
 
 
 def record_of(out: Path) -> Any:
     return read(out / "compare.json")
 
 
-def runs_in(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file in the runs, keyed by path."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.glob("*/seed_*/**/*")) if p.is_file()}
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def small(small: Options) -> Options:
     return [*small, "--steps", STEPS, "--num-experts", 4]
 
 
-@pytest.fixture(scope="module")
-def command(small: Options) -> Options:
-    """Three methods, two seeds."""
-    return ["compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2]
-
-
-@pytest.fixture(scope="module")
-def finished(command: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The comparison that the command makes. No test may change it."""
-    out = tmp_path_factory.mktemp("comparison") / "out"
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert et(*command, "--out", out) == 0
-    return out
+@pytest.fixture
+def finished(comparison: Experiment) -> Path:
+    return comparison.out
 
 
 @pytest.fixture
-def copy(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "copy"))
+def copy(comparison: Experiment, tmp_path: Path) -> Path:
+    return comparison.copy(tmp_path / "copy").out
 
 
 @pytest.fixture
-def again(command: Options, copy: Path) -> Options:
+def again(comparison: Experiment, copy: Path) -> Options:
     """The command that made the comparison, applied to a copy."""
-    return [*command, "--out", copy]
+    return comparison._replace(out=copy).command
 
 
 def test_the_table_says_what_the_runs_measured(finished: Path) -> None:
@@ -236,27 +214,6 @@ def test_each_run_is_one_that_et_train_would_have_made(finished: Path, small: Op
     assert run.config == other.config
 
 
-def test_methods_see_the_same_data_under_one_seed(
-    small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[torch.Tensor] = []
-    following = Loader.__next__
-
-    def noted(loader: Loader) -> Batch:
-        batch = following(loader)
-        seen.append(batch.tokens)
-        return batch
-
-    monkeypatch.setattr(Loader, "__next__", noted)
-    rules = "dense,expert_choice_batch,expert_threshold"
-    assert et("compare", *small, "--rules", rules, "--seeds", 2, "--out", tmp_path / "out") == 0
-    tokens = torch.stack(seen).view(6, STEPS, 2, 32)  # of the three methods with seed 0, then with seed 1
-    for first in (0, 3):
-        assert torch.equal(tokens[first], tokens[first + 1])
-        assert torch.equal(tokens[first], tokens[first + 2])
-    assert not torch.equal(tokens[0], tokens[3])
-
-
 def swept(folder: Path, **options: dict[str, Any]) -> Path:
     """Return a folder with the best options of methods, as a sweep writes them."""
     for method, sections in options.items():
@@ -314,29 +271,6 @@ def test_a_diverged_method_has_no_loss_and_ends_nothing(
     assert record_of(out) == record
 
 
-def test_an_interrupted_comparison_resumes_and_equals_one_that_never_stopped(
-    command: Options, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "a folder"
-    command = [*command, "--out", out]
-    with monkeypatch.context() as patch:
-        interrupt_at(STEPS + 3, patch)
-        assert et(*command) == 130
-    shown = capfd.readouterr()
-    assert "to continue the comparison: et compare tiny --data" in shown.out
-    assert shown.out.rstrip().endswith(f"--out '{out}'")
-    assert f"to continue: et train --resume '{out / 'token_choice' / 'seed_0'}'\n" in shown.out
-    assert [row["method"] for row in record_of(out)["table"]] == ["dense"]
-    assert RunFolder.open(out / "token_choice" / "seed_0").latest_checkpoint() == 3
-    assert et(*command) == 0
-    assert without(record_of(out), CLOCKS) == without(record_of(finished), CLOCKS)
-    for path in sorted(finished.glob("*/seed_*")):
-        run, whole = RunFolder.open(out / path.relative_to(finished)), RunFolder.open(path)
-        assert without(run.metrics.read(), CLOCKS) == without(whole.metrics.read(), CLOCKS)
-        one, other = run.load_checkpoint().tensors["model"], whole.load_checkpoint().tensors["model"]
-        assert all(torch.equal(one[name], other[name]) for name in other)
-
-
 def test_a_killed_run_resumes_from_its_checkpoint_or_starts_over(again: Options, finished: Path, copy: Path) -> None:
     """One run was killed after step 2, one before its first checkpoint, one before anything was written."""
     shutil.rmtree(copy / "dense" / "seed_1" / "checkpoints" / "step_000004")
@@ -348,29 +282,10 @@ def test_a_killed_run_resumes_from_its_checkpoint_or_starts_over(again: Options,
     assert without(record_of(copy), CLOCKS) == without(record_of(finished), CLOCKS)
 
 
-def test_a_finished_comparison_is_only_shown_again(again: Options, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in copy.glob("*/*/checkpoints"):
-        shutil.rmtree(path)
-    for path in (*copy.glob("loss_by_method.*"), copy / "compare.md"):
-        path.unlink()
-    before, record = runs_in(copy), record_of(copy)
-    monkeypatch.setattr(running, "train_run", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    shown = said(*again)
-    assert runs_in(copy) == before
-    assert record_of(copy) == record
-    assert f"{record['table'][0]['loss']:.3f}" in shown
-    assert install("viz") in shown
-    assert (copy / "compare.md").is_file()
-    assert not list(copy.glob("loss_by_method.*"))
-
-
-def test_methods_and_seeds_can_be_left_out_and_added_later(small: Options, copy: Path) -> None:
-    before, runs = runs_in(copy), record_of(copy)["runs"]
-    assert et("compare", *small, "--rules", "token_choice", "--seeds", 1, "--out", copy) == 0
-    assert record_of(copy)["runs"] == runs
+def test_methods_and_seeds_can_be_added_later(small: Options, copy: Path) -> None:
+    before = {path: path.read_bytes() for path in copy.glob("*/seed_*/**/*") if path.is_file()}
     assert et("compare", *small, "--rules", "token_choice_aux,dense", "--seeds", 3, "--out", copy) == 0
-    assert before.items() <= runs_in(copy).items()
+    assert all(path.read_bytes() == content for path, content in before.items())
     seeds = {row["method"]: row["seeds"] for row in record_of(copy)["table"]}
     assert seeds == {"dense": 3, "token_choice": 2, "expert_threshold": 2, "token_choice_aux": 3}
 
@@ -407,18 +322,6 @@ def test_the_total_time_left_covers_this_run_and_those_that_follow(monkeypatch: 
     assert first(None) == "1/3"
 
 
-def test_options_that_differ_from_the_comparison_are_refused(again: Options, copy: Path, refused: Refused) -> None:
-    for options, words in {
-        "--steps 8": "steps=8 differs from 4",
-        "--layers 2": "layers=2 differs from 3",
-        "--matrix-lr 0.5": "matrix_lr=0.5 differs from 0.02",
-        "--data.text-field body": "data.text_field='body' differs from 'text'",
-        "--rule.warmup-steps 2": "warmup_steps=2 differs from 0",
-        "--rules token_choice_aux --context 16": "context=16 differs from 32",
-    }.items():
-        refused([*again, *options.split()], words, str(copy), "use another --out")
-
-
 def test_a_text_that_changes_between_two_runs_changes_none_of_them_and_is_refused_later(
     small: Options, refused: Refused, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,28 +338,6 @@ def test_a_text_that_changes_between_two_runs_changes_none_of_them_and_is_refuse
     assert et(*command) == 0
     assert len({run.config["corpus"]["hash"] for run in find_runs([str(out)])}) == 1
     refused([*command, "--seeds", 2], f"et compare: {changing} has changed")
-
-
-def test_another_tokenizer_is_refused(again: Options, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = [*map(bytes, zip(range(256), strict=True)), *(bytes([n, n]) for n in range(13))]
-    Tokenizer(other).save(copy / "dense" / "seed_0" / "tokenizer.json")
-    assert et(*again, "--seeds", 3) == 2
-    assert "the tokenizer of " in capsys.readouterr().err
-    assert not list(copy.glob("*/seed_2"))
-
-
-def test_all_runs_have_the_dtype_of_the_first(small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    monkeypatch.setattr(device, "fast_dtype", lambda _: torch.float32)
-    assert et("compare", *small, "--rules", "token_choice", "--out", out) == 0
-    monkeypatch.setattr(device, "fast_dtype", lambda _: torch.bfloat16)  # another machine
-    assert et("compare", *small, "--rules", "token_choice,expert_threshold", "--out", out) == 0
-    assert {run.config["train"]["dtype"] for run in find_runs([str(out)])} == {"float32"}
-
-
-def test_a_folder_that_is_no_comparison_is_refused(small: Options, refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("{}")
-    refused(["compare", *small, "--out", tmp_path], str(tmp_path), "use another --out")
 
 
 def test_the_work_ahead_is_announced_before_the_text_is_read(
@@ -637,79 +518,80 @@ def join(finished: Path, copy: Path, tmp_path: Path) -> Options:
     return ["compare", "--join", finished, "--join", copy, "--out", tmp_path / "out"]
 
 
-def rows_of(join: Options) -> dict[str, int]:
-    """Join, and return the seeds of each method."""
-    assert et(*join) == 0
-    return {row["method"]: row["seeds"] for row in read(Path(str(join[-1])) / "joined.json")["table"]}
-
-
-def record(folder: Path, path: str, value: Any, but: str = "", seeds: int = 0) -> None:
+def change(folder: Path, changes: dict[str, Any], but: str = "", seeds: int = 0) -> None:
     """Change config.json of all runs except those of the method `but`. seeds: a number to add to the seeds."""
     for file in sorted(folder.glob("*/seed_*/config.json"), reverse=True):
         if file.parents[1].name != but:
             with edit(file) as config:
-                put(config, path, value)
+                for path, value in changes.items():
+                    put(config, path, value)
                 config["train"]["seed"] += seeds
         if seeds:
             file.parent.rename(file.parents[1] / f"seed_{int(file.parent.name[5:]) + seeds}")
 
 
+SIZES = {
+    "rule.num_experts": 64, "model.d_expert": 8, "model.shared_experts": 4, "model.gate_norm": "fanout",
+    "optim.expert_lr": 0.01, "versions.expert_threshold": "9.9",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("path", "value", "name"),
+    ("changes", "seeds", "named", "usual"),
     [
-        ("train.batch_size", 16, "batch_size"),
-        ("model.key_offset", "all", "key_offset"),
-        ("corpus.hash", "f" * 64, "text"),
+        ({"train.log_every": 9}, 10, "", ""),  # has no effect on losses
+        ({"init_from": "/runs/first"}, 10, "initialised", "from scratch unless another is named"),
+        (
+            SIZES,
+            0,
+            "64 experts of 8, 4 shared, experts at rate 0.01, fanout norm",
+            "4 experts of 64, 1 shared, experts at the usual rate and no norm unless another is named",
+        ),
     ],
 )
-def test_comparisons_of_another_budget_or_text_do_not_join(
-    path: str, value: Any, name: str, join: Options, copy: Path, refused: Refused
+def test_joined_rows_are_named_by_the_sizes_that_differ(
+    changes: dict[str, Any], seeds: int, named: str, usual: str, join: Options, copy: Path, tmp_path: Path
 ) -> None:
-    record(copy, path, value)
-    refused(join, f"--join {copy}", f"{name}=")
+    """Runs of one name are seeds of one method, and a run in both folders, here of the dense model, is taken once.
 
-
-def test_joined_rows_name_their_sizes_and_several_versions(join: Options, copy: Path, tmp_path: Path) -> None:
-    shutil.rmtree(copy / "dense")
-    for path, value in {
-        "rule.num_experts": 64, "model.d_expert": 8, "model.shared_experts": 4, "model.gate_norm": "fanout",
-        "optim.expert_lr": 0.01, "versions.expert_threshold": "9.9",
-    }.items():  # fmt: skip
-        record(copy, path, value)
-    told = "64 experts of 8, 4 shared, experts at rate 0.01, fanout norm"
-    assert [*rows_of(join)] == [*CHOSEN, *(f"{method} ({told})" for method in CHOSEN[1:])]
-    usual = "4 experts of 64, 1 shared, experts at the usual rate and no norm unless another is named"
+    Regression: runs that started from another run counted as seeds of those from scratch, and dense runs, which are the
+    same for any number of experts, could not be joined.
+    """
+    change(copy, changes, but="" if seeds else "dense", seeds=seeds)
+    assert et(*join) == 0
+    rows = {row["method"]: row["seeds"] for row in read(tmp_path / "out" / "joined.json")["table"]}
+    others = {f"{method} ({named})": 2 for method in CHOSEN if seeds or method != "dense"}
+    assert rows == (dict.fromkeys(CHOSEN, 2) | others if named else dict.fromkeys(CHOSEN, 4))
     for page in ("compare.html", "compare.md"):
         text = (tmp_path / "out" / page).read_text()
-        assert f"{__version__} and 9.9" in text
         assert usual in text
+        assert (f"{__version__} and 9.9" in text) == ("versions.expert_threshold" in changes)
 
 
-def test_a_run_in_two_joined_folders_is_taken_once(finished: Path, join: Options, copy: Path, refused: Refused) -> None:
-    """Regression: dense runs are the same for any number of experts, but could not be joined."""
-    record(copy, "rule.num_experts", 64, but="dense")
-    assert rows_of(join) == dict.fromkeys([*CHOSEN, *(f"{method} (64 experts of 64)" for method in CHOSEN[1:])], 2)
-    path = copy / "dense" / "seed_1" / "metrics.jsonl"
-    records = lines(path)
-    records[-1]["loss"] = 9.0
-    write_lines(path, records)
-    refused(join, f"--join {copy}: dense seed 1 has loss=9.0 there and ", f" in {finished}")
-
-
-def test_runs_of_one_name_have_one_recipe_whatever_their_seeds(join: Options, copy: Path, refused: Refused) -> None:
-    record(copy, "train.log_every", 9, seeds=10)
-    assert rows_of(join)["dense"] == 4
-    record(copy, "optim.matrix_lr", 0.5)
-    refused(join, f"--join {copy}: dense has optim.matrix_lr=0.5 there and ")
-
-
-def test_runs_that_started_from_another_run_have_a_row_of_their_own(
-    join: Options, copy: Path, refused: Refused, again: Options, tmp_path: Path
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("train.batch_size", 16, "batch_size=16 there and 2 in "),
+        ("model.key_offset", "all", "key_offset='all' there"),
+        ("corpus.hash", "f" * 64, "text='fff"),
+        ("optim.matrix_lr", 0.5, "dense has optim.matrix_lr=0.5 there and 0.02 in"),
+        ("loss", 9.0, "dense seed 1 has loss=9.0 there and "),
+    ],
+)
+def test_comparisons_of_another_budget_text_recipe_or_result_do_not_join(
+    path: str, value: Any, words: str, join: Options, copy: Path, refused: Refused
 ) -> None:
-    """Regression: they counted as additional seeds of the runs from scratch."""
-    record(copy, "init_from", "/runs/first", seeds=10)
-    assert rows_of(join) == dict.fromkeys([*CHOSEN, *(f"{method} (initialised)" for method in CHOSEN)], 2)
-    assert "from scratch unless another is named" in (tmp_path / "out" / "compare.md").read_text()
+    if path == "loss":
+        metrics = copy / "dense" / "seed_1" / "metrics.jsonl"
+        *records, last = lines(metrics)
+        write_lines(metrics, [*records, last | {"loss": value}])
+    else:
+        change(copy, {path: value})
+    refused(join, f"--join {copy}: ", words)
+
+
+def test_a_run_that_started_from_another_is_not_continued(copy: Path, again: Options, refused: Refused) -> None:
+    change(copy, {"init_from": "/runs/first"})
     refused(again, "init_from=None differs from '/runs/first'", str(copy))
 
 
@@ -734,7 +616,7 @@ def test_a_name_tells_the_sizes_that_most_runs_do_not_have() -> None:
 
 def test_seconds_of_two_machines_are_not_compared(join: Options, small: Options, copy: Path, tmp_path: Path) -> None:
     """This applies to joined comparisons and to comparisons continued on another machine."""
-    record(copy, "machine.cpu", "another", seeds=10)
+    change(copy, {"machine.cpu": "another"}, seeds=10)
     assert et(*join) == 0
     assert et("compare", *small, "--rules", "token_choice", "--seeds", 1, "--out", copy) == 0
     for row in (*read(tmp_path / "out" / "joined.json")["judgement"], *record_of(copy)["judgement"]):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
+import pwd
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +31,10 @@ from expert_threshold.cli import generate as generate_command
 from expert_threshold.cli.options import EVERYDAY, Option, flag_of, parse, show
 from expert_threshold.cli.run_options import resolve_run, run_options
 from expert_threshold.config import KINDS, RUNS, resolve
+from expert_threshold.data.public import VARIABLE, core_bundle
 from expert_threshold.files import new_folder
 from expert_threshold.moe import BACKENDS
-from expert_threshold.option import Bounds, alternatives, convert
+from expert_threshold.option import Bounds, alternatives, convert, describe
 from expert_threshold.recipes import methods
 from expert_threshold.routing import RULES, TokenChoice, option
 
@@ -217,25 +221,41 @@ def test_a_prompt_may_be_any_text(arguments: list[str]) -> None:
     assert given == {"run": "run", "prompt": text, "seed": -1}
 
 
+def refused_texts(option: Option) -> list[str]:
+    """Texts that an option's type does not allow: an empty one, an unknown name, and numbers next to its bounds."""
+    kinds = alternatives(option.kind)
+    texts = [] if ("", Bounds()) in kinds else [""]
+    if option.positional or any(plain is str for plain, _ in kinds):
+        return texts
+    for plain, bounds in kinds:
+        if plain in (int, float):
+            near = (bounds.least, -1), (bounds.above, 0), (bounds.most, 1), (bounds.below, 0)
+            texts += [str(plain(bound + step)) for bound, step in near if bound is not None]
+    return [*texts, "no-such-name"]
+
+
 @pytest.mark.parametrize(
     ("command", "option"),
     [
         (command, option)
         for command, (_, offered) in HELP.items()
         for option in offered
-        if (str, Bounds()) in alternatives(option.kind) and ("", Bounds()) not in alternatives(option.kind)
+        # Every command that has a run's options has all of them, and those of rules are read as text at first.
+        if option.kind is not bool and ("." not in option.name or (command == "train" and "rule." not in option.name))
     ],
     ids=lambda value: value if isinstance(value, str) else value.flag,
 )
-def test_an_empty_text_is_refused_by_the_name_that_was_typed(
+def test_what_an_options_type_does_not_allow_is_refused_by_the_name_that_was_typed(
     command: str, option: Option, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: an empty --rules was called an unknown method, an empty RUN a folder without a name, and an empty
     --to a folder that already exists."""
     monkeypatch.chdir(tmp_path)
-    typed = "" if option.positional else f"{option.flag}="
     others = [f"{other.flag}=x" for other in HELP[command][1] if other.required and not other.positional]
-    refused([*command.split(), *others, typed], f"{option.flag}: must not be empty")
+    for text in refused_texts(option):
+        typed = text if option.positional else f"{option.flag}={text}"
+        words = f"expected {describe(option.kind)}, not {text}" if text else "must not be empty"
+        refused([*command.split(), *others, typed], f"{option.flag}: {words}")
 
 
 @pytest.mark.parametrize("command", ["train --init-from RUN", "sweep", "plan"])
@@ -362,3 +382,55 @@ def test_the_working_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(ValueError, match=f"--to {to} is the working directory; name a new folder"), new_folder(to):
             pass
     assert not any(tmp_path.iterdir())
+
+
+# Wherever the output goes, and where folders of the system are missing.
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_command_works_with_a_closed_output(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python sets closed streams to None, as under `et recipes >&-`."""
+    monkeypatch.setattr(sys, closed, None)
+    assert et("recipes") == 0
+    assert et("train", "--no-such-option") == 2
+    getattr(sys, closed).close()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_utf_8_gets_escapes(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding))
+    assert et("recipes") == 0
+    assert "\\u2013" in shown.getvalue().decode(encoding)
+
+
+def test_a_terminal_of_no_columns_is_one_of_unknown_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "expert_threshold" in said("recipes")
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container user without an entry in the user database."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for variable in ("HOME", "XDG_CACHE_HOME", VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+@pytest.mark.parametrize("line", ["data core", "data tokenizer", "train --data fineweb-edu"])
+def test_without_a_home_folder_another_cache_is_asked_for(line: str, homeless: None, refused: Refused) -> None:
+    assert core_bundle() is None  # which is asked for by every evaluation
+    refused(line.split(), f"set {VARIABLE} to another cache folder")
+
+
+def test_without_a_temporary_folder_one_is_asked_for(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    monkeypatch.setattr("expert_threshold.cli.recipes.run", lambda _: tempfile.gettempdir())
+    refused(["recipes"], "TMPDIR")

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cases import et, said
-from commands import Options, Refused, edit, interrupt_at, read, without
+from commands import Experiment, Options, Refused, edit, read
 from expert_threshold.cli.compare import best_options, configure
 from expert_threshold.cli.run_options import Given, resolve_run
 from expert_threshold.cli.sweep import read_space, tunable
@@ -23,53 +22,32 @@ from expert_threshold.compare.sweep import Trial, best_of
 from expert_threshold.install import install
 from expert_threshold.model import GPTConfig
 from expert_threshold.runs import RunFolder
-from expert_threshold.train import device
 
 METHODS = ["dense", "expert_threshold"]
-SEARCHED = ("optim.matrix_lr=0.005..0.1:log", "optim.betas=0.9,0.95|0.8,0.95", "rule.warmup_steps=0..2")
-SPACE = [part for entry in SEARCHED for part in ("--space", entry)]
-TRIALS = 3
 
 
-def record_of(out: Path) -> Any:
-    return read(out / "sweep.json")
+def studies_of(out: Path) -> Any:
+    return read(out / "sweep.json")["studies"]
 
 
-@pytest.fixture(autouse=True)
-def no_speed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("optuna", reason="optuna is not installed")
-    monkeypatch.setattr(sweep, "tokens_within", lambda *_: 10**7)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def small(small: Options) -> Options:
     """Options of trials with two validations each."""
     return [*small, "--layers", 2, "--num-experts", 4, "--steps", 4]
 
 
-@pytest.fixture(scope="module")
-def command(small: Options) -> Options:
-    return ["sweep", *small, "--methods", ",".join(METHODS), *SPACE, "--trials", TRIALS]
-
-
-@pytest.fixture(scope="module")
-def finished(command: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three trials of two methods. No test may change it."""
-    pytest.importorskip("optuna", reason="optuna is not installed")
-    out = tmp_path_factory.mktemp("sweep") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "tokens_within", lambda *_: 10**7)
-        assert et(*command, "--out", out) == 0
-    return out
+@pytest.fixture
+def finished(search: Experiment) -> Path:
+    return search.out
 
 
 @pytest.fixture
-def copy(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "copy"))
+def copy(search: Experiment, tmp_path: Path) -> Experiment:
+    return search.copy(tmp_path / "copy")
 
 
 def test_each_method_has_its_trials_inside_the_space(finished: Path) -> None:
-    studies = record_of(finished)["studies"]
+    studies = studies_of(finished)
     assert list(studies) == METHODS
     assert studies["dense"]["options"].keys() == {"optim.matrix_lr", "optim.betas"}  # it has no rule's warmup
     assert studies["expert_threshold"]["options"].keys() == {"optim.matrix_lr", "optim.betas", "rule.warmup_steps"}
@@ -85,13 +63,13 @@ def test_each_method_has_its_trials_inside_the_space(finished: Path) -> None:
             assert run.section("train")["seed"] == 1000
             assert not run.checkpoints()
         assert study["best"] == min(study["trials"], key=lambda trial: float(trial["loss"]))
-        assert len({trial["options"]["optim.matrix_lr"] for trial in study["trials"]}) == TRIALS
+        assert len({trial["options"]["optim.matrix_lr"] for trial in study["trials"]}) == 3
 
 
 def test_the_first_trials_have_the_present_options_and_then_cover_the_space(finished: Path) -> None:
     from optuna.distributions import FloatDistribution
 
-    studies = record_of(finished)["studies"]
+    studies = studies_of(finished)
     for study in studies.values():
         first = study["trials"][0]
         assert first["present"]
@@ -123,7 +101,7 @@ def test_a_spread_covers_every_range_evenly() -> None:
 
 def test_the_best_options_are_a_file_that_a_run_takes_as_it_is(finished: Path) -> None:
     for method in METHODS:
-        best = record_of(finished)["studies"][method]["best"]["options"]
+        best = studies_of(finished)[method]["best"]["options"]
         config = resolve_run({"preset": "tiny", "config": str(finished / method / "best.json")})
         assert config.optim.matrix_lr == best["optim.matrix_lr"]
         assert ",".join(map(str, config.optim.betas)) == best["optim.betas"]
@@ -140,7 +118,7 @@ def test_a_comparison_gives_each_method_its_best_options_and_its_kin_those_of_th
     names = ["dense", "expert_threshold", "expert_threshold_last_batch"]
     files = best_options([str(finished)], names)
     configs = configure({"preset": "tiny", "rule.decay": 0.9}, names, files)
-    studies = record_of(finished)["studies"]
+    studies = studies_of(finished)
     for name, method in zip(names, ["dense", "expert_threshold", "expert_threshold"], strict=True):
         assert files[name] == finished / method / "best.json"
         assert configs[name].optim.matrix_lr == studies[method]["best"]["options"]["optim.matrix_lr"]
@@ -170,35 +148,12 @@ def test_a_comparison_with_options_no_sweep_found_is_refused(finished: Path, ref
     refused(["compare", "tiny", "--rules", "dense", *both], "leave one of them out")
 
 
-def test_a_finished_sweep_is_only_shown_again(command: Options, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = record_of(copy)
-    monkeypatch.setattr(sweep, "train", None)
-    for methods in (METHODS, ["expert_threshold"]):
-        shown = said(*command, "--methods", ",".join(methods), "--out", copy)
-        assert record_of(copy) == before
-        assert f"{before['studies'][methods[0]]['best']['loss']:.4f}" in shown
-
-
-@pytest.mark.parametrize("step", [2, 4 * 4 + 3], ids=["in the first trial", "in the fifth"])
-def test_a_stopped_sweep_resumes_and_equals_one_that_never_stopped(
-    step: int, command: Options, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        interrupt_at(step, patch)
-        assert et(*command, "--out", out) == 130
-    assert "to continue the sweep: et sweep tiny --data" in capfd.readouterr().out
-    assert et(*command, "--out", out) == 0
-    assert without(record_of(out), ["seconds"]) == without(record_of(finished), ["seconds"])
-
-
-def test_a_killed_sweep_resumes_with_the_same_trials(command: Options, finished: Path, copy: Path) -> None:
+def test_a_killed_sweep_resumes_with_the_same_trials(search: Experiment, copy: Experiment) -> None:
     """The process is killed in the middle of a journal line of the last trial, or between choosing the first trial and
     starting it. Regression: the latter passed its choice on to the next trial, and shifted all trials by one."""
     import optuna
 
-    journal = copy / sweep.STUDIES
+    journal = copy.out / sweep.STUDIES
     lines = journal.read_bytes().splitlines(keepends=True)
     begun = [place for place, line in enumerate(lines) if json.loads(line)["op_code"] == 4]  # trials created
     for killed in ("in the last trial", "before the first"):
@@ -208,10 +163,10 @@ def test_a_killed_sweep_resumes_with_the_same_trials(command: Options, finished:
             journal.unlink()
             study = optuna.create_study(storage=sweep.open_journal(journal), study_name="dense")
             study.enqueue_trial({"optim.matrix_lr": 0.09})
-        with edit(copy / "sweep.json") as record:
+        with edit(copy.out / "sweep.json") as record:
             record["studies"] = {}
-        assert et(*command, "--out", copy) == 0
-        assert without(record_of(copy), ["seconds"]) == without(record_of(finished), ["seconds"]), killed
+        assert et(*copy.command) == 0
+        assert copy.record == search.record, killed
 
 
 def test_a_diverging_trial_does_not_end_a_sweep(
@@ -222,7 +177,7 @@ def test_a_diverging_trial_does_not_end_a_sweep(
     space = ["--space", "optim.matrix_lr=0.02|1e29", "--space", "optim.head_lr=0.004|1e29"]
     options = ["--steps", 12, "--trials", 5, *space, "--methods", "token_choice"]
     assert et("sweep", *small, *options, "--out", out) == 0
-    study = record_of(out)["studies"]["token_choice"]
+    study = studies_of(out)["token_choice"]
     assert len(study["trials"]) == 5
     diverged = [trial for trial in study["trials"] if trial["state"] == "diverged"]
     assert diverged
@@ -236,35 +191,17 @@ def test_a_trial_that_runs_out_of_memory_is_recorded_and_the_others_continue(sma
     out = tmp_path / "out"
     space = ["--space", "model.d_expert=16|1000000000000", "--trials", 4]  # more bytes than an address space has
     assert "refused: out of memory" in said("sweep", *small, *space, "--out", out)
-    found = [(trial["state"], trial["reason"]) for trial in record_of(out)["studies"]["expert_threshold"]["trials"]]
+    found = [(trial["state"], trial["reason"]) for trial in studies_of(out)["expert_threshold"]["trials"]]
     assert set(found) == {("finished", None), ("refused", "out of memory")}
     kept = [int(path.name.removeprefix("trial_")) for path in out.glob("expert_threshold/trial_*")]
     assert all(found[number - 1][0] == "finished" for number in kept)  # none of those refused
-
-
-def test_all_trials_have_the_tokenizer_and_the_dtype_of_the_first(
-    command: Options, copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def dtypes() -> list[str]:
-        return [RunFolder.open(path.parent).config["train"]["dtype"] for path in copy.glob("*/*/*/config.json")]
-
-    before = dtypes()
-    other = torch.bfloat16 if before[0] == "float32" else torch.float32
-    monkeypatch.setattr(device, "fast_dtype", lambda _: other)  # another machine
-    assert et(*command, "--trials", TRIALS + 1, "--out", copy) == 0
-    assert len(dtypes()) > len(before)
-    assert set(dtypes()) == {before[0]}
-    with edit(copy / "sweep.json") as record:
-        record["text"]["tokenizer"] = "f" * 64
-    assert et(*command, "--trials", TRIALS + 2, "--out", copy) == 2
-    assert "the tokenizer of " in capsys.readouterr().err
 
 
 def test_a_trial_above_the_median_is_stopped_in_the_middle(small: Options, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ["--trials", 12, "--methods", "token_choice", "--steps", 8, "--space", "optim.head_lr=1e-4..0.03:log"]
     assert et("sweep", *small, *options, "--out", out) == 0
-    trials = record_of(out)["studies"]["token_choice"]["trials"]
+    trials = studies_of(out)["token_choice"]["trials"]
     pruned = [trial for trial in trials if trial["state"] == "pruned"]
     assert pruned
     assert all(trial["trial"] > sweep.UNPRUNED for trial in pruned)
@@ -284,7 +221,7 @@ def test_options_tried_before_keep_their_loss(small: Options, tmp_path: Path, mo
     monkeypatch.setattr(sweep, "train", counted)
     space = ["--methods", "expert_threshold", "--space", "optim.betas=0.9,0.95|0.8,0.95", "--trials", 5]
     assert et("sweep", *small, *space, "--out", tmp_path / "out") == 0
-    trials = record_of(tmp_path / "out")["studies"]["expert_threshold"]["trials"]
+    trials = studies_of(tmp_path / "out")["expert_threshold"]["trials"]
     assert len(trained) == len({trial["options"]["optim.betas"] for trial in trials}) == 2
     assert len(trials) == 5
     for trial in trials:
@@ -345,43 +282,34 @@ def test_none_is_the_present_value_of_a_rate_that_follows_the_matrices() -> None
             assert method.present == {option: present}
 
 
-def test_what_does_not_continue_the_sweep_of_a_folder_is_refused(
-    command: Options, copy: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+def test_a_damaged_or_foreign_folder_is_refused(
+    copy: Experiment, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for changed, parts in (
-        (["--seeds", 2], ["seeds=2 differs from 1"]),
-        (["--steps", 8], ["steps=8 differs from 4"]),
-        (["--space", "optim.head_lr=0.1..0.2"], ["space=", "differs from"]),
-    ):
-        refused([*command, *changed, "--out", copy], *parts, "use another --out")
-    of_another = ["d4" if argument == "tiny" else argument for argument in command]
-    refused([*of_another, "--out", copy], "preset='d4' differs from 'tiny'")
-    journal = copy / sweep.STUDIES
+    of_another = ["d4" if argument == "tiny" else argument for argument in copy.command]
+    refused(of_another, "preset='d4' differs from 'tiny'")
+    journal = copy.out / sweep.STUDIES
     journal.write_bytes(b"{ no JSON\n" + journal.read_bytes())
-    refused([*command, "--out", copy], str(journal), "damaged")
-    for name in ("sweep.json", "notes.txt"):
-        shutil.rmtree(copy)
-        copy.mkdir()
-        (copy / name).write_text("{}")
-        refused([*command, "--out", copy], str(copy), "use another --out")
+    refused(copy.command, str(journal), "damaged")
+    (copy.out / "sweep.json").write_text("{}")
+    refused(copy.command, str(copy.out), "use another --out")
     monkeypatch.setitem(sys.modules, "optuna", None)
-    refused([*command, "--out", copy / "out"], install("sweep"))
+    refused(copy.command, install("sweep"))
 
 
-def test_the_work_ahead_is_announced_before_it_begins(command: Options, copy: Path) -> None:
-    lines = said(*command, "--trials", TRIALS + 1, "--out", copy).splitlines()
+def test_the_work_ahead_is_announced_before_it_begins(copy: Experiment) -> None:
+    lines = said(*copy.command, "--trials", 4).splitlines()
     ahead = next(line for line in lines if " left, up to " in line)
     assert "4 trials × 2 methods, each of 4 steps of 64 tokens; 2 left" in ahead
     trials = [line for line in lines if re.match(r"\w+ 4/4  loss", line)]
     assert len(trials) == 2
     assert lines.index(ahead) < lines.index(trials[0])
     assert all(re.search(r"matrix_lr \S+ .*\d+:\d\d, \d+:\d\d left$", line) for line in trials)
-    assert any(line.startswith(f"next: et train tiny --config {copy / 'dense' / 'best.json'}") for line in lines)
+    assert any(line.startswith(f"next: et train tiny --config {copy.out / 'dense' / 'best.json'}") for line in lines)
 
 
 def test_no_trial_begins_that_would_end_after_the_minutes(small: Options, tmp_path: Path) -> None:
     assert et("sweep", *small, "--minutes", 1e-6, "--methods", "token_choice", "--out", tmp_path / "out") == 0
-    (_,) = record_of(tmp_path / "out")["studies"]["token_choice"]["trials"]  # the first one shows how long they take
+    (_,) = studies_of(tmp_path / "out")["token_choice"]["trials"]  # the first one shows how long they take
 
 
 def trial(number: int, loss: float | None, **options: Any) -> Trial:
@@ -393,20 +321,16 @@ def test_the_best_trial_is_the_first_of_the_least_loss() -> None:
     assert best_of([trial(1, None)]) is None
 
 
-def test_the_page_has_a_row_and_figures_for_each_method_and_is_left_out_without_matplotlib(
-    command: Options, copy: Path, drawn: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert et(*command, "--out", copy) == 0
-    page = (copy / "sweep.html").read_text()
+def test_the_page_has_a_row_and_figures_for_each_method(copy: Experiment, drawn: None) -> None:
+    printed = said(*copy.command)
+    page = (copy.out / "sweep.html").read_text()
     table = page[page.index("<tbody>") : page.index("</tbody>")]
     assert list(dict.fromkeys(re.findall(r"<tr><td>(\w+)</td>", table))) == METHODS
     assert all(f"<h2>{method}</h2>" in page for method in METHODS)
     assert page.count("Chart: Loss over each option") == len(METHODS)
     assert "nan" not in table.lower()
-    (copy / "sweep.html").unlink()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert install("viz") in said(*command, "--out", copy)
-    assert not (copy / "sweep.html").exists()
+    for study in studies_of(copy.out).values():
+        assert f"{study['best']['loss']:.4f}" in printed
 
 
 def test_every_finished_trial_is_drawn_and_choices_that_are_numbers_stand_in_their_order(drawn: None) -> None:

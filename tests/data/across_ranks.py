@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_stream import Parts
+from test_loader import Parts
 
 from expert_threshold.data import Loader, Tokens, loader
 from ranks import join

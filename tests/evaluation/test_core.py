@@ -82,20 +82,15 @@ def test_a_bundle_is_read(bundle: Path) -> None:
     ("file", "content", "message"),
     [
         ("core.yaml", None, "core.yaml is missing"),
-        ("eval_meta_data.csv", None, "eval_meta_data.csv is missing"),
         ("eval_data/who.jsonl", None, r"who.jsonl is missing"),
         ("core.yaml", "", "core.yaml is damaged"),
         ("core.yaml", "tasks:\n- label: x\n", "core.yaml is damaged .it contains no 'icl_tasks'"),
-        ("core.yaml", "icl_tasks:\n- x\n", "core.yaml is damaged"),
         ("core.yaml", "icl_tasks:\n- label: {x: y\n  a:b\n", "core.yaml is damaged"),
-        ("core.yaml", "icl_tasks: !!python/object/apply:os.getcwd []\n", "core.yaml is damaged"),
-        ("core.yaml", "icl_tasks:\n- label: x\n", "core.yaml is damaged .it contains no 'num_fewshot'"),
         ("core.yaml", CORE_YAML.replace("[2]", "[2, 3]"), "core.yaml is damaged"),
         ("core.yaml", CORE_YAML.replace("schema", "oral"), "core.yaml is damaged .a field of who "),
         ("eval_meta_data.csv", BASELINES.replace("who", "whom"), "eval_meta_data.csv is damaged .it contains no 'who'"),
         ("eval_meta_data.csv", BASELINES.replace("who,0,50", "who,0,x"), "eval_meta_data.csv is damaged"),
         ("eval_meta_data.csv", BASELINES.replace("who,0,50", "who,0,nan"), "who is nan percent"),
-        ("eval_meta_data.csv", BASELINES.replace("who,0,50", "who,0,100"), "who is 100 percent"),
         ("eval_meta_data.csv", BASELINES + "x" * 131_073, "eval_meta_data.csv is damaged"),
         ("core.yaml", CORE_YAML.replace("label: who", "label: [1]"), "core.yaml is damaged"),
         ("eval_data/who.jsonl", json.dumps(WHO[0] | {"category": ["x"]}), "line 1 is not a schema question"),
@@ -107,14 +102,13 @@ def test_a_bundle_is_read(bundle: Path) -> None:
         ("eval_data/a/colours.jsonl", '{"query": "a", "choices": "yes", "gold": 0}', "line 1 is not a "),
     ],
 )
-def test_a_damaged_bundle_is_refused_in_one_line(bundle: Path, file: str, content: str | None, message: str) -> None:
+def test_a_damaged_bundle_is_refused(bundle: Path, file: str, content: str | None, message: str) -> None:
     if content is None:
         (bundle / file).unlink()
     else:
         (bundle / file).write_text(content)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         read_bundle(bundle)
-    assert "\n" not in str(error.value)
 
 
 def test_multiple_choice_prompts_have_one_solved_example_of_another_row(bundle: Path) -> None:
@@ -241,16 +235,6 @@ def test_a_task_counts_its_rows_its_sequences_and_its_categories(bundle: Path) -
     assert (result.rows, result.accuracy, result.sequences, result.cropped, result.cut) == (4, 0.5, 4, 4, 0)
     assert result.categories == {"america": 1.0, "europe": 0.0}
     assert told == [(4, 4)]
-
-
-def test_the_newer_baselines_differ_in_one_known_task_of_these(bundle: Path) -> None:
-    (bundle / "core.yaml").write_text(CORE_YAML.replace("label: who", "label: agi_eval_lsat_ar"))
-    (bundle / "eval_meta_data.csv").write_text(BASELINES.replace("who", "agi_eval_lsat_ar"))
-    before, after = (
-        {t.label: t.baseline for t in read_bundle(bundle, baselines=name)} for name in ("nanochat", "dclm")
-    )
-    assert before == {"colours": 0.5, "agi_eval_lsat_ar": 0.5, "capitals": 0.0}
-    assert after == before | {"agi_eval_lsat_ar": 0.25}
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"no CORE bundle at {REAL}")

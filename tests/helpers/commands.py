@@ -6,12 +6,13 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -76,6 +77,39 @@ def without(value: Any, names: Collection[str]) -> Any:
     if isinstance(value, dict):
         return {key: without(item, names) for key, item in value.items() if key not in names}
     return [without(item, names) for item in value] if isinstance(value, list) else value
+
+
+CLOCKS = {"tokens_per_second", "seconds", "elapsed", "clock", "seconds_to_loss", "at_seconds"}
+"""The keys of records that differ between equal runs."""
+
+
+class Experiment(NamedTuple):
+    """The command that fills the folder `out` with runs, and what it writes there, without `CLOCKS`."""
+
+    name: str
+    options: Options
+    out: Path
+
+    @property
+    def command(self) -> Options:
+        return [self.name, *self.options, "--out", self.out]
+
+    @property
+    def record(self) -> Any:
+        return without(read(self.out / f"{self.name}.json"), CLOCKS)
+
+    @property
+    def metrics(self) -> dict[Path, Any]:
+        """The metrics of each run, keyed by its path below `out`."""
+        paths = sorted(self.out.rglob("metrics.jsonl"))
+        return {path.parent.relative_to(self.out): without(lines(path), CLOCKS) for path in paths}
+
+    @property
+    def configs(self) -> list[Any]:
+        return [read(path) for path in sorted(self.out.rglob("config.json"))]
+
+    def copy(self, to: Path) -> Experiment:
+        return self._replace(out=Path(shutil.copytree(self.out, to)))
 
 
 def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,10 @@ from rich.console import Console
 
 from ..analysis.sentences import listed
 from ..compare.experiment import opened
-from ..compare.findings import Findings
-from ..compare.judgement import MARGIN, chosen_baseline
+from ..compare.judgement import MARGIN, Findings, chosen_baseline
 from ..compare.page import write_page
 from ..compare.running import COMPARISON, JOINED, Comparison, budget, join
-from ..config import DEFAULT_PRESET, RunConfig, kinds_of_all_rules
+from ..config import DEFAULT_PRESET, RunConfig
 from ..data.sources import absolute
 from ..install import et
 from ..option import Count, Positive
@@ -25,7 +24,7 @@ from ..routing import option_names
 from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory
 from ..train.log import say
-from .options import Option, flag_of, parse_names
+from .options import Option, flag_of, parse_names, take_own
 from .run_options import Given, parse_run, read_config_file, resolve_run, start_of
 from .tables import console_for_tables, table
 
@@ -51,6 +50,7 @@ OPTIONS = [
         str,
         REFERENCE,
         "Method that the others are compared with. If the default is not among --rules, the first method is used.",
+        derived=True,
     ),
     Option("margin", Positive, MARGIN, "Largest difference in nats per token at which methods count as equivalent."),
     Option(
@@ -68,37 +68,32 @@ OPTIONS = [
         "Folder of a comparison to join with others. May be repeated. Nothing is trained; tables are written to --out.",
         many=True,
     ),
-    Option("out", str, "runs/compare-PRESET", "Folder to create, or folder of an existing comparison to continue."),
+    Option("out", str, "runs/compare-PRESET", "Folder to create, or existing comparison to continue.", derived=True),
 ]
-
-
-def decided() -> set[str]:
-    """Return the options that the methods and seeds determine, which therefore have no flag."""
-    every = methods().values()
-    closed = {path for path in kinds_of_all_rules() if not any(leaves_open(method, path) for method in every)}
-    return {"recipe", "rule.name", "train.seed"} | closed
+DECIDED = {"recipe", "rule.name", "train.seed"}
+"""Options that the methods and seeds determine, which therefore have no flag."""
 
 
 def run(arguments: Sequence[str]) -> None:
     """Train the unfinished runs and print the tables."""
     about = "Train several methods with the same budget, data order and seeds, and compare their losses."
     description = "\n\n".join([about, *(f"{name}: {method.summary}." for name, method in methods().items())])
-    given = parse_run("et compare", description, OPTIONS, arguments, without=decided())
+    given = parse_run("et compare", description, OPTIONS, arguments, without=DECIDED)
     if "join" in given:
         _join(given)
         return
-    chosen = chosen_methods(given.pop("rules", PAPER))
-    seeds, margin = given.pop("seeds", 1), given.pop("margin", MARGIN)
-    out = given.pop("out", f"runs/compare-{given.get('preset', DEFAULT_PRESET)}")
-    baseline = chosen_baseline(given.pop("baseline", None), chosen)
-    tuned = best_options(given.pop("tuned"), chosen) if "tuned" in given else {}
+    own = take_own(given, OPTIONS)
+    chosen = chosen_methods(own["rules"])
+    baseline = chosen_baseline(own["baseline"], chosen)
+    tuned = best_options(own["tuned"], chosen) if own["tuned"] else {}
     configs = configure(given, chosen, tuned)
     require_shared_budget(configs)
     keep_freed_memory()
     console = console_for_tables()
+    out = own["out"] or f"runs/compare-{given.get('preset', DEFAULT_PRESET)}"
     with opened(out, "comparison", COMPARISON) as folder:
-        start = " with ".join(start_of(given).values())
-        comparison = Comparison(folder, configs, seeds, start, baseline, margin)
+        start, seeds = " with ".join(start_of(given).values()), own["seeds"]
+        comparison = Comparison(folder, configs, seeds, start, baseline, own["margin"])
         comparison.require_continued()
         count = f"{len(configs)} × {seeds} = {len(configs) * seeds} runs"
         say(console, f"{comparison.headline()}\nmethods × seeds: {count} in {folder}")
@@ -115,13 +110,12 @@ def run(arguments: Sequence[str]) -> None:
 
 def _join(given: dict[str, Any]) -> None:
     """Join several comparisons, and write and print their tables."""
-    folders, out = given.pop("join"), given.pop("out", "runs/compare-joined")
-    baseline, margin = given.pop("baseline", None), given.pop("margin", MARGIN)
+    own = take_own(given, [option for option in OPTIONS if option.name in ("join", "baseline", "margin", "out")])
     if given:
         flags = ", ".join(str(value) if name == "preset" else flag_of(name) for name, value in given.items())
         raise ValueError(f"--join can only be combined with --baseline, --margin and --out; leave out {flags}")
-    findings = join(folders, baseline, margin)
-    with opened(out, "joined comparison", JOINED) as folder:
+    findings = join(own["join"], own["baseline"], own["margin"])
+    with opened(own["out"] or "runs/compare-joined", "joined comparison", JOINED) as folder:
         conclude(console_for_tables(), findings, folder, JOINED)
 
 

@@ -15,9 +15,8 @@ from ..analysis.sentences import short
 from ..data import Tokenizer, open_source, public
 from ..data.files import find
 from ..data.public import CORE, FINEWEB_EDU, HUB, cache_folder, require_writable
-from ..data.token_files import TOKENIZER, write_tokens
 from ..data.tokenizer import require_vocab_size
-from ..data.tokens import Parts
+from ..data.tokens import TOKENIZER, Parts, write_tokens
 from ..evaluation import read_bundle
 from ..files import expand, replacing
 from ..install import et

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from ..analysis.figures.style import style
 from ..analysis.page import save_figure
+from ..analysis.sentences import fixed
 from ..data import Corpus, DataConfig, Tokenizer, open_held_out, open_source, pack
-from ..data.domains import CODE
 from ..data.public import core_bundle
-from ..data.sources import absolute
+from ..data.sources import CODE, absolute
 from ..evaluation import Baselines, ModelScorer, Results, Task, ask_core, evaluate, measure_rates, read_bundle
 from ..evaluation.core import choose_rows
 from ..evaluation.results import RESULTS
@@ -31,7 +33,6 @@ from ..train.device import keep_freed_memory
 from ..train.log import Display
 from . import rates
 from .options import COMPUTE, RATE, STEP, Option, flag_of, parse, parse_names, picked_device
-from .side_by_side import VALIDATION, table
 
 if TYPE_CHECKING:
     from ..integrations.lm_eval import Harness
@@ -64,6 +65,9 @@ DESCRIPTION = (
     "(from et data core or --bundle), and by tasks of lm-evaluation-harness.\n\nResults are saved to evaluation.json "
     "in the run's folder after each task and are not measured again, except for tasks of lm-evaluation-harness."
 )
+Result = Mapping[str, Any]
+VALIDATION = "validation"
+"""Names a run's own validation text in the table."""
 NO_VALIDATION = "use --no-validation, with --data"
 HINT = "CORE was not evaluated: download its questions with et data core, or pass their folder with --bundle"
 
@@ -310,3 +314,57 @@ def _short_names(places: Sequence[str]) -> dict[str, str]:
 def _place(source: str) -> str:
     """Return the key of a source's results, independent of the working directory."""
     return source if source == CODE else absolute(source)
+
+
+def table(
+    results: Mapping[str, Result], validation: bool, texts: Mapping[str, str], labels: Sequence[str], harness: bool
+) -> Table:
+    """Return the table. results: each run's evaluation.json, keyed by path. labels: the tasks of CORE.
+
+    texts: the keys under which results on other texts are saved, keyed by the name to show. Each accuracy is followed
+    by its centred accuracy, and each loss with training pools by its gap to the causal loss on the same tokens.
+    """
+    shown = Table()
+    shown.add_column(no_wrap=True)
+    for path in results:
+        shown.add_column(Text(path, overflow="fold"), justify="right")
+
+    def add(name: str, cells: Iterable[str]) -> None:
+        shown.add_row(Text(name), *cells)
+
+    found = list(results.values())
+    losses = {VALIDATION: [result["validation"] for result in found]} if validation else {}
+    losses |= {name: [result["data"][place] for result in found] for name, place in texts.items()}
+    for name, measured in losses.items():
+        pooled = [each.get("training_pools", {}) for each in measured]
+        add(f"{name} tokens", (f"{each['tokens']:,}" for each in measured))
+        for key, title in (("loss", "loss"), ("bits_per_byte", "bits per byte")):
+            add(f"{name} {title}", (fixed(each[key], 4) for each in measured))
+            if any(pooled):
+                add("  by training pools, gap", (_show_gap(each, key) for each in pooled))
+    for label in labels:
+        tasks = [result["core"]["tasks"][label] for result in found]
+        add(label, (f"{task['accuracy']:.4f} {task['centred']:+.4f}" for task in tasks))
+    if labels:
+        asked = [[result["core"]["tasks"][label] for label in labels] for result in found]
+        add("CORE", (fixed(result["core"]["metric"], 4) for result in found))
+        add("prompts cropped", map(_show_cropped, asked))
+    for task, metrics in found[0]["harness"].items() if harness else ():
+        for metric in metrics:
+            add(f"{task} {metric}", (_show_metric(result["harness"][task][metric]) for result in found))
+    return shown
+
+
+def _show_gap(pooled: Result, key: str) -> str:
+    if pooled.get(key) is None:
+        return "–"
+    return f"{pooled[key]:.4f} {pooled[f'causal_{key}'] - pooled[key]:+.4f}"
+
+
+def _show_metric(found: Result) -> str:
+    return fixed(found["value"], 4) + (f" ± {found['stderr']:.4f}" if found["stderr"] is not None else "")
+
+
+def _show_cropped(results: Sequence[Result]) -> str:
+    cropped, sequences = (sum(result[name] for result in results) for name in ("cropped", "sequences"))
+    return f"{cropped:,} of {sequences:,}"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..integrations.export import export_run
-from ..integrations.hub import push
+from ..integrations.export import export_run, push
 from .options import STEP, Option, parse_all
 
 OPTIONS = [

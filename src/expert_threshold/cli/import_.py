@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..install import et
-from ..integrations.export import import_folder
-from ..integrations.hub import PREFIX, model_folder
+from ..integrations.export import HUB, import_folder, model_folder
 from .options import Option, parse_all
 
 OPTIONS = [
@@ -25,7 +24,7 @@ def run(arguments: Sequence[str]) -> None:
     """Create the run folder."""
     options = parse_all("et import", DESCRIPTION, OPTIONS, arguments)
     name = options["folder"]
-    out = options["out"] or Path("runs") / Path(name.removeprefix(PREFIX)).resolve().name
+    out = options["out"] or Path("runs") / Path(name.removeprefix(HUB)).resolve().name
     run = import_folder(model_folder(name), out)
     path = shlex.quote(str(run.path))
     print(f"{run.path}: weights of step {run.latest_checkpoint()}")

@@ -99,6 +99,11 @@ def parse_all(prog: str, description: str, options: Sequence[Option], arguments:
     return defaults | parse(prog, description, options, arguments)
 
 
+def take_own(given: dict[str, Any], own: Sequence[Option]) -> dict[str, Any]:
+    """Move a command's `own` options out of those `given`, and return them like `parse_all`."""
+    return {option.name: given.pop(option.name, None if option.derived else option.default) for option in own}
+
+
 def picked_device(options: Mapping[str, Any]) -> tuple[torch.device, torch.dtype]:
     """Return the device and the dtype that the options in COMPUTE select."""
     device = pick_device(options["device"])

@@ -22,8 +22,8 @@ from ..recipes import methods as all_methods
 from ..routing import DENSE
 from ..train.device import keep_freed_memory
 from ..train.log import clock, say
-from .compare import chosen_methods, configure, decided, leaves_open
-from .options import SHORT, Option, flag_of
+from .compare import DECIDED, chosen_methods, configure, leaves_open
+from .options import SHORT, Option, flag_of, take_own
 from .run_options import Given, parse_run, read_config_file, resolve_run, start_of
 from .tables import console_for_tables, table
 
@@ -41,7 +41,6 @@ NOT_SEARCHED = {
     "train.batch_size": "all trials use the same number of tokens; run a sweep for each --batch-size",
 }
 SHARED = "all trials share the text and the training loop; set it with its flag"
-TRIALS = 24
 DESCRIPTION = (
     "Search for the learning rates and other options that give each method the lowest validation loss with optuna.\n\n"
     "The first trial uses the current options, the next seven cover the space evenly (Sobol), and later trials are "
@@ -62,37 +61,36 @@ OPTIONS = [
         "Option to search, such as optim.matrix-lr=LOW..HIGH or rule.gate=A|B|C. Append :log to a range for a "
         "logarithmic scale. May be repeated. An option of a rule is searched only for methods that have it.",
         many=True,
+        derived=True,
     ),
     Option(
         "trials",
         Annotated[int, Bounds(least=1, most=100_000)],
-        TRIALS,
+        24,
         "Number of trials for each method, including existing trials.",
     ),
     Option("minutes", Minutes | None, None, "Time limit in minutes. No trial is started that would exceed it."),
     Option("seeds", Count, 1, "Number of runs per trial, with seeds 1000, 1001, and so on; comparisons start at 0."),
-    Option("out", str, "runs/sweep-PRESET", "Folder to create, or folder of an existing sweep to continue."),
+    Option("out", str, "runs/sweep-PRESET", "Folder to create, or existing sweep to continue.", derived=True),
 ]
 
 
 def run(arguments: Sequence[str]) -> None:
     """Run the remaining trials and print the best trial of each method."""
-    given = parse_run("et sweep", DESCRIPTION, OPTIONS, arguments, without=decided())
+    given = parse_run("et sweep", DESCRIPTION, OPTIONS, arguments, without=DECIDED)
+    own = take_own(given, OPTIONS)
     require_optuna()
-    names = chosen_methods(given.pop("methods", "expert_threshold"), "--methods")
-    texts = given.pop("space", None)
-    trials, seeds, minutes = given.pop("trials", TRIALS), given.pop("seeds", 1), given.pop("minutes", None)
-    out = given.pop("out", f"runs/sweep-{given.get('preset', DEFAULT_PRESET)}")
+    names = chosen_methods(own["methods"], "--methods")
     given |= short_runs(given)
     configs = configure(given, names)
-    first = next(iter(configs.values()))
-    space = read_space(default_space(first) if texts is None else texts, given, names)
+    space = read_space(own["space"] or default_space(configs[names[0]]), given, names)
     methods = {name: tunable(given, name, configs[name], space) for name in names}
     keep_freed_memory()
     console = console_for_tables()
     searched = " ".join(f"{path}={values}" for path, values in space.items())
+    out = own["out"] or f"runs/sweep-{given.get('preset', DEFAULT_PRESET)}"
     with opened(out, "sweep", SWEEP) as folder:
-        sweep = Sweep(folder, methods, start_of(given), searched, trials, seeds, minutes)
+        sweep = Sweep(folder, methods, start_of(given), searched, own["trials"], own["seeds"], own["minutes"])
         sweep.begin(console)
         introduce(console, sweep)
         try:

@@ -23,7 +23,7 @@ from ..files import missing_folders, remove_empty
 from ..full_run import SAMPLING, train_run
 from ..generate import printable
 from ..install import et, program
-from ..integrations.hub import run_folder
+from ..integrations.export import run_folder
 from ..option import Count, Minutes
 from ..plan import costs, window
 from ..routing import rule_name

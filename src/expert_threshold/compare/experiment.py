@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ..config import RunConfig
-from ..data.token_files import TOKENIZER
+from ..data.tokens import TOKENIZER
 from ..files import missing_folders, remove_empty, to_json
 from ..runs.lock import LOCK, exclusive, is_vacant
 from ..train import Text, read_text

@@ -16,8 +16,7 @@ from ..analysis.plain import Data
 from ..analysis.records import Result
 from ..analysis.results import by_method, over_seeds
 from ..files import replace_file
-from .findings import Findings
-from .judgement import Judged
+from .judgement import Findings, Judged
 from .judgement import shown as interval
 from .paired import Verdict
 

@@ -25,8 +25,7 @@ from ..train import DivergedError, Text
 from ..train.device import machine, pick_device
 from ..train.log import say
 from .experiment import options_by_path, read_shared_text, require_same, run_title, with_dtype, with_shards
-from .findings import Findings, read_runs, text_of
-from .judgement import MARGIN, chosen_baseline
+from .judgement import MARGIN, Findings, chosen_baseline, read_runs, text_of
 
 COMPARISON, JOINED = "compare.json", "joined.json"
 # Options of training in which compared runs must agree, and options of the model in which they may differ: those that

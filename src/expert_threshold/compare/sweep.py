@@ -6,7 +6,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.status import Status
 from torch.quasirandom import SobolEngine
 
 from ..analysis.sentences import counted
@@ -27,7 +25,7 @@ from ..plan import costs
 from ..routing import rule_to_dict
 from ..runs import RunFolder
 from ..train import DivergedError, Text, train
-from ..train.log import clock, say
+from ..train.log import Display, clock
 from ..train.pace import tokens_within
 from .experiment import (
     OTHER_FOLDER,
@@ -246,63 +244,58 @@ class Sweep:
 
     def run(self, console: Console) -> None:
         """Run the remaining trials. A signal raises KeyboardInterrupt, and the trial in progress is lost."""
-        start, seconds = time.monotonic(), list[float]()
-        plan = self.left()
-        for place, (method, number) in enumerate(plan):
-            gone = time.monotonic() - start
-            if self.minutes is not None and seconds and gone + fmean(seconds) > 60 * self.minutes:
-                say(console, f"{self.minutes:g} minutes are not enough for {counted(len(plan) - place, 'more trial')}")
-                return
+        start, seconds, plan = time.monotonic(), list[float](), self.left()
+        if plan:
             self._read_text(console)
-            before = time.monotonic()
-            name = f"{method} {number}/{self.trials}"
-            status = console.status(name, spinner="line") if console.is_terminal else nullcontext()
-            with status as shown:
-                self._make(method, number, shown)
-            seconds.append(time.monotonic() - before)
-            self.write()
-            self._say_of(console, method, name, fmean(seconds) * (len(plan) - place - 1))
+        with Display(console) as display:
+            for left, (method, number) in zip(reversed(range(len(plan))), plan, strict=True):
+                gone = time.monotonic() - start
+                if self.minutes is not None and seconds and gone + fmean(seconds) > 60 * self.minutes:
+                    display.say(f"{self.minutes:g} minutes are not enough for {counted(left + 1, 'more trial')}")
+                    return
+                self._make(method, number, display)
+                self.write()
+                seconds.append(self.results(method)[-1].seconds)
+                display.say(f"{self._describe_last(method)}, {clock(fmean(seconds) * left)} left")
 
     def _read_text(self, console: Console) -> None:
         if self._text is None:
             text = self._text = read_shared_text(self._config, self._known, self.folder, console)
             self._known = KnownText(text.corpus.hash, text.tokenizer.hash, text.corpus.train_shards)
 
-    def _say_of(self, console: Console, method: str, name: str, left: float) -> None:
+    def _describe_last(self, method: str) -> str:
+        """Return a line about the method's last trial, and its best one."""
         results = self.results(method)
         trial, best = results[-1], best_of(results)
         outcome = f"loss {trial.loss:.4f}" if trial.loss is not None else f"{trial.state}: {trial.reason}"
         best_text = "" if best is None else f"  (best {best.loss:.4f}, trial {best.trial})"
         options = "  ".join(f"{option} {show_value(value)}" for option, value in trial.options.items())
-        say(console, f"{name}  {outcome}{best_text}  {options}  {clock(trial.seconds)}, {clock(left)} left")
+        return f"{method} {trial.trial}/{self.trials}  {outcome}{best_text}  {options}  {clock(trial.seconds)}"
 
-    def _make(self, method: str, number: int, shown: Status | None) -> None:
+    def _make(self, method: str, number: int, display: Display) -> None:
         """Run one trial and report its outcome to its study. An interrupted trial does not count."""
         import optuna
         from optuna.trial import TrialState
 
+        display.draw(f"{method} {number}/{self.trials}", 0, 1)
         study, (_, space, present, *_) = self._studies[method], self.methods[method]
         # Each trial has its own sampler, so that a continued study draws the same values as an uninterrupted one.
         study.sampler = optuna.samplers.TPESampler(seed=SEED + number, n_startup_trials=SPREAD, constant_liar=False)
         has_present = len(present) == len(space)
         is_present = has_present and number == 1
-        if is_present:
-            study.enqueue_trial(dict(present))
-        elif number <= SPREAD:
-            study.enqueue_trial(spread(space, number - 1 - has_present))
+        if number <= SPREAD:
+            study.enqueue_trial(dict(present) if is_present else spread(space, number - 1 - has_present))
         trial = study.ask({name: entry.distribution for name, entry in space.items()})
         start, state, loss, why = time.monotonic(), TrialState.FAIL, None, dict[str, str]()
         try:
-            loss, why = self._outcome(method, number, trial, shown)
+            loss, why = self._outcome(method, number, trial, display)
             state = TrialState.PRUNED if loss is None else TrialState.COMPLETE
         finally:
             for name, value in {"present": is_present, **why, "seconds": time.monotonic() - start}.items():
                 trial.set_user_attr(name, value)
             study.tell(trial, loss, state=state)
 
-    def _outcome(
-        self, method: str, number: int, trial: Asked, shown: Status | None
-    ) -> tuple[float | None, dict[str, str]]:
+    def _outcome(self, method: str, number: int, trial: Asked, display: Display) -> tuple[float | None, dict[str, str]]:
         """Return a trial's loss, or None with the `state` and the `reason` if it has none.
 
         If an earlier trial had the same options, its loss is returned, since runs are exactly reproducible.
@@ -318,7 +311,7 @@ class Sweep:
             if earlier.loss is not None and earlier.options == trial.params:
                 return earlier.loss, {}
         try:
-            return fmean(self._train(config, method, number, seed, trial, shown) for seed in range(self.seeds)), {}
+            return fmean(self._train(config, method, number, seed, trial, display) for seed in range(self.seeds)), {}
         except (optuna.TrialPruned, DivergedError) as error:
             state = "diverged" if isinstance(error, DivergedError) else "pruned"
             return None, {"state": state, "reason": str(error).partition(";")[0]}
@@ -328,9 +321,7 @@ class Sweep:
             shutil.rmtree(self._trial_path(method, number), ignore_errors=True)
             return None, {"state": "refused", "reason": "out of memory"}
 
-    def _train(
-        self, config: RunConfig, method: str, number: int, seed: int, trial: Asked, shown: Status | None
-    ) -> float:
+    def _train(self, config: RunConfig, method: str, number: int, seed: int, trial: Asked, display: Display) -> float:
         """Return the last validation loss of one run of a trial. Raises TrialPruned or DivergedError."""
         import optuna
 
@@ -347,8 +338,7 @@ class Sweep:
             if not math.isfinite(loss):
                 raise DivergedError(f"the validation loss was not finite at step {step}")
             losses.append(loss)
-            if shown is not None:
-                shown.update(f"{method} {number}/{self.trials}  step {step}/{steps}, loss {loss:.4f}")
+            display.draw(f"{method} {number}/{self.trials}  step {step}/{steps}, loss {loss:.4f}", step, steps)
             if seed == 0:
                 trial.report(loss, step)
                 if step < steps and trial.should_prune():

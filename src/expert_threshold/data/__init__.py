@@ -1,8 +1,7 @@
 """Turns text into batches: corpora, a tokenizer, and a loader that packs documents."""
 
-from .domains import open_held_out
 from .loader import IGNORED, Batch, Loader, Position, pack, windows
-from .sources import Corpus, DataConfig, open_source
+from .sources import Corpus, DataConfig, open_held_out, open_source
 from .tokenizer import BOS, Tokenizer
 from .tokens import Tokens
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from ..data import Tokenizer
 from ..model import GPT, Continuation, common_prefix, crop, score
-from ..model.score import SHARED_PREFIX, TOKENS_AT_ONCE
 from .bundle import Task, TaskKind, TaskRow
 
 QUESTIONS_AT_ONCE = 64
@@ -153,8 +152,6 @@ class ModelScorer:
 
     model: GPT
     tokenizer: Tokenizer
-    tokens_at_once: int = TOKENS_AT_ONCE
-    shared_prefix: int = SHARED_PREFIX
 
     def __call__(self, questions: Sequence[Question]) -> list[Answer]:
         texts = [prompt for question in questions for prompt in question.prompts]
@@ -162,13 +159,8 @@ class ModelScorer:
         context = self.model.config.context
         whole = [continuations(q.kind, [[self.tokenizer.bos, *next(encoded)] for _ in q.prompts]) for q in questions]
         exact = questions[0].kind == "language_modeling"
-        scores = score(
-            self.model,
-            [[crop(continuation, context) for continuation in group] for group in whole],
-            misses=exact,
-            tokens_at_once=self.tokens_at_once,
-            shared_prefix=self.shared_prefix,
-        )
+        cropped = [[crop(continuation, context) for continuation in group] for group in whole]
+        scores = score(self.model, cropped, misses=exact)
         return [
             Answer(
                 # NaN if no token is scored.

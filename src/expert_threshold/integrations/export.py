@@ -1,4 +1,7 @@
-"""Converts a run to a folder for Hugging Face and back without needing Hugging Face's packages."""
+"""Converts a run to a folder for Hugging Face and back without needing Hugging Face's packages.
+
+With huggingface_hub, such a folder can also be on the hub, where it is named `hub:OWNER/NAME`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..data import BOS
+from ..data.public import cache_folder, hub_errors
 from ..files import corrupted_file_error, new_folder, read_json, require_free, to_json, write_synced
 from ..model import GPT, GPTConfig
 from ..runs import RunFolder, load_model
@@ -34,6 +38,11 @@ AUTO_MAP = {
 }
 SOFTCAP = "final_logit_softcapping"
 """The name under which inference engines look for the softcap."""
+HUB = "hub:"
+FILES = ["*.json", "*.safetensors"]
+"""The files that `import_folder` reads, none of which is code."""
+WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+"""Files of earlier pushes to delete, because they could be read instead of the new ones."""
 FACTS = ("data", "optim", "train", "corpus", "versions")
 """The sections of a run's config.json that are exported with the model."""
 
@@ -191,8 +200,6 @@ def _load(path: Path) -> dict[str, Tensor]:
             weights |= load_file(path / name)
         except SafetensorError as error:
             raise ValueError(f"{path / name} is damaged ({error}); export or save the model again") from None
-    if odd := [name for name, tensor in weights.items() if tensor.is_complex()]:
-        raise ValueError(f"{path}: {odd[0]} is complex, but weights must be real; export or save the model again")
     return weights
 
 
@@ -232,3 +239,32 @@ def _tokenizer_config(context: int) -> dict[str, Any]:
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
     }
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload an export and return its URL. If the repository does not exist, a private one is created."""
+    with hub_errors(repository, "uploaded to") as hub:
+        api = hub.HfApi()
+        address = str(api.create_repo(repository, private=True, exist_ok=True))
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name}", delete_patterns=WEIGHTS
+        )
+    return address
+
+
+def model_folder(name: str) -> Path:
+    """Return the folder with this name, downloaded if the name is hub:OWNER/NAME."""
+    if not name.startswith(HUB):
+        return Path(name)
+    repository = name.removeprefix(HUB)
+    with hub_errors(repository) as hub:
+        return Path(hub.snapshot_download(repository, allow_patterns=FILES))
+
+
+def run_folder(name: str) -> str:
+    """Return the run folder with this name. Each revision of hub:OWNER/NAME is imported into the cache once."""
+    if not name.startswith(HUB):
+        return name
+    snapshot = model_folder(name)  # named after the commit
+    run = cache_folder() / "runs" / name.removeprefix(HUB) / snapshot.name
+    return str(run if run.exists() else import_folder(snapshot, run).path)

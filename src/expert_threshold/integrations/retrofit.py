@@ -59,11 +59,6 @@ class Checkpoint:
         other.load_state_dict(weights, strict=False)
         return other.eval()
 
-    def nats(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the losses of all targets, in nats."""
-        nats: Tensor = model(tokens, targets).token_losses.sum()
-        return nats
-
     def save(self, model: Any, to: Path) -> None:
         """Write the model atomically to a new folder of the same kind."""
         derive(self.folder, to, self.step, model.state_dict(), model=model.config.to_dict())
@@ -83,10 +78,6 @@ class OfTransformers(Checkpoint):
 
     def with_rule(self, rule: Rule) -> Any:
         return self._swap(copy.deepcopy(self.model), rule)
-
-    def nats(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = model(tokens).logits.float().flatten(0, 1)
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
     def save(self, model: Any, to: Path) -> None:
         with new_folder(to) as temporary:
@@ -165,7 +156,8 @@ def document_sums(source: Checkpoint, model: Any, ids: npt.NDArray[Any]) -> tupl
     for start in range(0, len(rows), at_once):
         tokens, targets = (torch.stack(part).to(device) for part in zip(*rows[start : start + at_once], strict=True))
         with recorded(model) as seen:
-            sums[0] += source.nats(model, tokens, targets).cpu()
+            logits = model(tokens).logits.float().flatten(0, 1)
+        sums[0] += F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum").cpu()
         fanout = torch.stack([routing.assignment.sum(-1) for _, routing in seen]).float().mean(0)
         sums[1] += fanout[targets != IGNORED].sum().cpu()
     nats, experts = sums.tolist()
