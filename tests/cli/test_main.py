@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import os
 import pwd
 import re
@@ -230,7 +231,7 @@ def refused_texts(option: Option) -> list[str]:
     for plain, bounds in kinds:
         if plain in (int, float):
             near = (bounds.least, -1), (bounds.above, 0), (bounds.most, 1), (bounds.below, 0)
-            texts += [str(plain(bound + step)) for bound, step in near if bound is not None]
+            texts += [str(plain(bound + step)) for bound, step in near if math.isfinite(bound)]
     return [*texts, "no-such-name"]
 
 
