@@ -178,7 +178,8 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(plan, "resolve_run", lambda given: shallow(resolve_run(given)))
     for module in (train, sweep):
         monkeypatch.setattr(module, "tokens_within", lambda *_: 10**7)
-    monkeypatch.setattr(sweep_command, "TRIALS", 2)
+    few = [option._replace(default=2) if option.name == "trials" else option for option in sweep_command.OPTIONS]
+    monkeypatch.setattr(sweep_command, "OPTIONS", few)
     steps_of = full_run.train
     monkeypatch.setattr(full_run, "train", lambda *given, **more: steps_of(*given, **more | {"minutes": None}))
     monkeypatch.setattr(full_run, "write_report", lambda folder: None)
