@@ -133,19 +133,6 @@ def test_sequences_of_any_lengths_join_and_leave_and_rows_are_used_again(rule: s
 
 
 @both_ways
-def test_rows_that_are_not_asked_for_stay_as_they_are() -> None:
-    decoded = Decoder(small_model(), 3, 8)
-    for row in (0, 1, 2):
-        decoded.open(row)
-        decoded.read(row, [1])
-    before = decoded.cache.held.clone()
-    results = decoded.step({0: 5, 2: 5})
-    assert decoded.cache.lengths == [2, 1, 2]
-    assert torch.equal(decoded.cache.held[:, 1], before[:, 1])
-    assert results.assignment.shape[1] == 2
-
-
-@both_ways
 @torch.no_grad()
 def test_in_bfloat16_it_is_within_its_rounding_of_float32_as_the_full_forward_is() -> None:
     model, tokens = small_model(None), tokens_of(40)

@@ -241,6 +241,9 @@ def test_a_character_begun_by_the_prompt_starts_at_the_prompt_s_end(parser: Pars
     choice = Answer(asked, tokenizer).choices[3]
     steps = [step(97, "a"), step(0xC3, ""), step(0xA9, "é"), step(98, "b")]
     assert choice.piece(steps, finished=True)["logprobs"]["text_offset"] == [0, 1, 1, 2]
+    broken = [step(0xC3, ""), step(98, "�b")]
+    choice = Answer(asked, tokenizer).choices[0]
+    assert choice.piece(broken, finished=True)["logprobs"]["text_offset"] == [0, 1]
 
 
 def test_an_opening_token_in_the_prompt_is_reported_without_a_logprob(parser: Parser, tokenizer: Tokenizer) -> None:

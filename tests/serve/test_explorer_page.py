@@ -373,15 +373,6 @@ def test_with_a_key_the_browser_prompts_for_it(tab: Page) -> None:
     tab.events.clear()
 
 
-def test_a_printed_page_has_all_tokens_in_their_colours(page: Page) -> None:
-    page.send("Emulation.setEmulatedMedia", media="print")
-    style = "getComputedStyle(document.querySelector('{}')).{}"
-    assert page.run(style.format(".token", "printColorAdjust")) == "exact"
-    assert page.run(style.format(".tokens", "maxHeight")) == "none"
-    assert page.run(style.format("form", "display")) == "none"
-    page.send("Emulation.setEmulatedMedia", media="")
-
-
 def test_examples_are_one_click_away(page: Page) -> None:
     count = page.run("document.querySelectorAll('#examples button').length")
     assert count == 3
