@@ -7,7 +7,8 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -18,6 +19,7 @@ from cases import small_model, small_tokenizer
 from expert_threshold.generate.engine import ActiveRequest, Engine
 from expert_threshold.model import GPT
 from expert_threshold.serve.connections import bind, configure
+from expert_threshold.serve.explorer import Explored, routes
 from expert_threshold.serve.server import Service, create_app
 from expert_threshold.serve.worker import Limits, Worker
 
@@ -78,13 +80,15 @@ def running(app: Starlette, sockets: Any) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def served(
-    model: GPT | None = None, *, limits: Limits | None = None, held: bool = False, engine: Any = None, **options: Any
-) -> Iterator[Served]:
-    """Serve a model as "small". engine: the options of the engine. options: the options of the app."""
+    model: GPT | None = None, *, name: str = "small", limits: Limits | None = None, held: bool = False,
+    engine: Any = None, report: Path | None = None, explore: Sequence[Explored] | None = None, **options: Any,
+) -> Iterator[Served]:  # fmt: skip
+    """Serve a model. engine, options: options of the engine and the app. explore: other runs of an explorer, if any."""
     kind = Held if held else Engine
-    app = create_app(
-        kind(model or small_model(), small_tokenizer(), **(engine or {})), "small", limits=limits, **options
-    )
+    worker = Worker(kind(model or small_model(), small_tokenizer(), **(engine or {})), (limits or Limits()).queue)
+    runs = [Explored(name, worker, report), *(explore or ())]
+    pages = [] if explore is None else routes(runs)
+    app = create_app([run.worker for run in runs], name, limits=limits, routes=pages, **options)
     with running(app, bind("127.0.0.1", 0)) as server:
         yield server
 

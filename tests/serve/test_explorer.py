@@ -26,11 +26,11 @@ from served import PATIENCE, Served, ask, served
 
 TEXT = "the cat sat on the mat"
 TOKENIZER = small_tokenizer()
-MODEL, PLAIN = small_model(), small_model(None)
+PLAIN = small_model(None)
 
 
 def explored(model: GPT, name: str = "small") -> Explored:
-    return Explored(name, model, TOKENIZER)
+    return Explored(name, Worker(Engine(model, TOKENIZER), 4))
 
 
 def read(server: Served, **content: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -44,8 +44,7 @@ def read(server: Served, **content: Any) -> tuple[dict[str, Any], list[dict[str,
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    model = small_model()
-    with served(model, routes=routes([explored(model)])) as server:
+    with served(explore=[]) as server:
         yield server
 
 
@@ -56,7 +55,7 @@ def server() -> Iterator[Served]:
 @pytest.mark.parametrize("rule", [*RULES.values(), NULL_SCORES], ids=[*RULES, "null_scores"])
 def test_a_text_is_reported_as_the_model_records_it(rule: Any, gate_norm: Any) -> None:
     model = small_model(rule, gate_norm=gate_norm)
-    with served(model, routes=routes([explored(model)])) as server:
+    with served(model, explore=[]) as server:
         facts, told = read(server)
     ids = torch.tensor([[TOKENIZER.bos, *TOKENIZER.encode(TEXT)]])
     output = model(ids, record=True)
@@ -137,9 +136,7 @@ def test_a_token_that_is_part_of_a_character_is_shown_by_its_bytes(server: Serve
 
 def test_each_run_reads_for_itself() -> None:
     first, second = small_model(), small_model(RULES["token_choice"], seed=1)
-    worker = Worker(Engine(second, TOKENIZER), 4)
-    runs = [explored(first), Explored("other", second, TOKENIZER, worker)]
-    with served(first, routes=routes(runs), workers=[worker]) as server:
+    with served(first, explore=[explored(second, "other")]) as server:
         found = json.loads(ask(server, "/explorer/runs").text)["runs"]
         assert [run["name"] for run in found] == ["small", "other"]
         _, told = read(server, run="other")
@@ -174,6 +171,7 @@ def test_nonsense_is_refused_in_one_line(server: Served, content: Any, status: i
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.lists(st.integers())
+RUNS = [explored(small_model()), explored(PLAIN, "plain")]
 NAMES = ["run", "text", "max_tokens", "temperature", "top_k", "seed", "rate"]
 
 
@@ -182,20 +180,17 @@ NAMES = ["run", "text", "max_tokens", "temperature", "top_k", "seed", "rate"]
 @example({"temperature": 1e-300, "max_tokens": 1, "seed": 2**63 - 1}, "small")
 def test_whatever_is_sent_is_read_or_refused(fields: dict[str, Any], name: str) -> None:
     body = json.dumps({"run": name, "text": TEXT} | fields).encode()
-    runs = [explored(MODEL), explored(PLAIN, "plain")]
     error = None
     try:
-        run, request = parse(body, runs, Limits())
-        request.check(run.model.config.context)
-        run.model.check_rate(request.rate)
+        run, request = parse(body, RUNS, Limits())
+        run.engine.check(request)
     except ApiError as refused:
         error = refused
     assert error is None or (400 <= error.status < 500 and "\n" not in error.message)
 
 
 def test_limits_of_the_server_hold_here() -> None:
-    model = small_model()
-    with served(model, limits=Limits(prompt_tokens=4, output_tokens=2), routes=routes([explored(model)])) as server:
+    with served(limits=Limits(prompt_tokens=4, output_tokens=2), explore=[]) as server:
         long = ask(server, "/explorer/read", {"run": "small", "text": TEXT})
         much = ask(server, "/explorer/read", {"run": "small", "text": "", "max_tokens": 3})
     assert (long.status, much.status) == (400, 400)
@@ -273,9 +268,8 @@ def test_every_file_of_the_page_is_served_under_a_strict_policy(server: Served) 
 
 def test_a_run_s_report_is_linked_and_served_under_a_policy_of_its_own(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
-    runs = [explored(MODEL)._replace(report=report), explored(PLAIN, "plain"), explored(PLAIN, "new")]
-    runs[2] = runs[2]._replace(report=tmp_path / "none.html")
-    with served(MODEL, api_key="secret", routes=routes(runs)) as server:
+    others = [explored(PLAIN, "plain"), explored(PLAIN, "new")._replace(report=tmp_path / "none.html")]
+    with served(api_key="secret", report=report, explore=others) as server:
         key = {"Authorization": "Bearer secret"}
         assert ask(server, "/explorer/report/0", **key).status == 404  # not yet
         report.write_text("<p>é</p>", encoding="utf-8")
@@ -308,7 +302,6 @@ def test_the_page_names_no_other_host_and_puts_no_text_into_html() -> None:
 
 def test_a_reader_that_does_not_read_frees_its_row_when_its_time_is_up() -> None:
     """Its connection accepts nothing more, so sending never completes."""
-    model = small_model()
     body = json.dumps({"run": "small", "text": TEXT, "max_tokens": 20}).encode()
     scope = {
         "type": "http", "method": "POST", "path": "/explorer/read", "query_string": b"",
@@ -316,8 +309,8 @@ def test_a_reader_that_does_not_read_frees_its_row_when_its_time_is_up() -> None
     }  # fmt: skip
 
     async def ask() -> int:
-        engine, limits = Engine(model, TOKENIZER), Limits(seconds=0.05)
-        app = create_app(engine, "small", limits=limits, routes=routes([explored(model)]))
+        run = explored(small_model())
+        app = create_app([run.worker], "small", limits=Limits(seconds=0.05), routes=routes([run]))
         coming = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Any:
@@ -329,7 +322,7 @@ def test_a_reader_that_does_not_read_frees_its_row_when_its_time_is_up() -> None
 
         async with app.router.lifespan_context(app):
             await asyncio.wait_for(app(scope, receive, send), PATIENCE)
-            await app.state.service.worker.stop()
-        return len(engine.running)
+            await run.worker.stop()
+        return len(run.engine.running)
 
     assert asyncio.run(ask()) == 0

@@ -18,7 +18,7 @@ from expert_threshold.analysis.page import page as page_of_report
 from expert_threshold.analysis.page import table
 from expert_threshold.generate.engine import Engine
 from expert_threshold.routing import NullSlots
-from expert_threshold.serve.explorer import Explored, routes
+from expert_threshold.serve.explorer import Explored
 from expert_threshold.serve.worker import Worker
 from served import Served, served, until
 
@@ -34,14 +34,12 @@ LIT = "document.querySelectorAll('.lit').length"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    tokenizer = small_tokenizer()
-    first = small_model(context=512)
-    second = small_model(RULES["token_choice"], context=512)
-    worker = Worker(Engine(second, tokenizer), 8)
+    first, second = (small_model(RULES[rule], context=512) for rule in ("expert_threshold", "token_choice"))
+    worker = Worker(Engine(second, small_tokenizer()), 8)
     report = tmp_path_factory.mktemp("run") / "report.html"
     report.write_text(page_of_report("Of the run", ["<h1 id=title>Of the run</h1>", table(["a"], [["1"], ["2"]])]))
-    runs = [Explored("threshold", first, tokenizer, report=report), Explored("choice", second, tokenizer, worker)]
-    with served(first, held=True, routes=routes(runs), workers=[worker]) as server:
+    others = [Explored("choice", worker)]
+    with served(first, name="threshold", held=True, report=report, explore=others) as server:
         yield server
 
 
@@ -364,8 +362,7 @@ def test_unseen_characters_are_shown_in_place_and_copied_as_they_are(page: Page)
 
 def test_with_a_key_the_browser_prompts_for_it(tab: Page) -> None:
     """Regression: with both challenges in one header Chromium did not; here the address holds the answer."""
-    model = small_model()
-    with served(model, api_key="secret", routes=routes([Explored("small", model, small_tokenizer())])) as server:
+    with served(api_key="secret", explore=[]) as server:
         tab.go(server.url.replace("http://", "http://anyone:secret@"))
         tab.until("document.title === 'Routing explorer'")
         visit(tab, f"{server.url}/?again#text=cat")
@@ -425,7 +422,7 @@ def test_a_token_without_experts_has_no_border(tab: Page) -> None:
     model = small_model(NullSlots(4, 1, null_slots=4, slots_per_token=2), context=512)
     for _, moe in model.moe_layers():
         moe.router.state.bias[4:] = 10  # every token chooses only null slots
-    with served(model, routes=routes([Explored("null", model, small_tokenizer())])) as server:
+    with served(model, explore=[]) as server:
         visit(tab, f"{server.url}/#text={TEXT.replace(' ', '+')}")
         tab.run(f"{TOKENS.format(1)}[2].click()")
         assert tab.run("[...document.querySelectorAll('.inspector .line')].every((line) => line.hidden)")

@@ -26,6 +26,7 @@ from expert_threshold.generate import generate  # noqa: E402
 from expert_threshold.generate.engine import Engine  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
 from expert_threshold.serve.connections import bind, url  # noqa: E402
+from expert_threshold.serve.explorer import Explored  # noqa: E402
 from expert_threshold.serve.worker import Limits, Worker  # noqa: E402
 from served import PATIENCE, Reply, Served, ask, connect, hung, served, until  # noqa: E402
 
@@ -304,6 +305,7 @@ def test_a_client_that_leaves_frees_its_row_and_its_place_in_the_queue(stream: b
         assert not engine.busy
         engine.open.set()
         assert complete(server).status == 200
+        assert 'status="500"' not in ask(server, "/metrics").text
 
 
 # Access control.
@@ -425,7 +427,7 @@ def test_a_failed_handler_is_reported_without_its_traceback(
 
 def test_a_failed_engine_of_another_run_is_seen_by_health() -> None:
     other = Worker(Engine(small_model(), small_tokenizer()), 1)
-    with served(workers=[other]) as server:
+    with served(explore=[Explored("other", other)]) as server:
         assert ask(server, "/health").status == 200
         other.failed = True
         assert ask(server, "/health").status == 503
@@ -434,12 +436,14 @@ def test_a_failed_engine_of_another_run_is_seen_by_health() -> None:
 def test_a_text_whose_logits_are_not_finite_fails_alone(model: GPT) -> None:
     with served(held=True) as server:
         decoder = server.engine.decoder
-        read = decoder.read
+        read, step = decoder.read, decoder.step
+
+        def broken(decoded: Any) -> Any:
+            return decoded._replace(peaks=[peak._replace(logsumexp=math.nan) for peak in decoded.peaks])
 
         def damaged(row: int, piece: Any, every: bool) -> Any:
             decoded = read(row, piece, every=every)
-            peaks = decoded.peaks if row else [peak._replace(logsumexp=math.nan) for peak in decoded.peaks]
-            return decoded._replace(peaks=peaks)
+            return decoded if row else broken(decoded)
 
         with mock.patch.object(decoder, "read", side_effect=damaged), ThreadPoolExecutor(3) as pool:
             waiting = [pool.submit(complete, server, max_tokens=3, temperature=t) for t in (0, 1)]
@@ -447,11 +451,16 @@ def test_a_text_whose_logits_are_not_finite_fails_alone(model: GPT) -> None:
             server.engine.open.set()
             answers = [answer.result(PATIENCE) for answer in waiting]
             stream = complete(server, stream=True, logprobs=1, echo=True)
+        with mock.patch.object(decoder, "step", side_effect=lambda tokens: broken(step(tokens))):
+            late = complete(server, stream=True)
         assert sorted(answer.status for answer in answers) == [200, 500]
         failed = next(answer for answer in answers if answer.status == 500)
         assert failed.error["code"] == "not_finite"
         assert '"code": "not_finite"' in stream.text
         assert "finish_reason" not in stream.text
+        assert '"code": "not_finite"' in late.text
+        assert "length" not in late.text
+        assert server.worker.unfinished == 0
         assert complete(server, max_tokens=3).status == 200
         assert ask(server, "/health").status == 200
 

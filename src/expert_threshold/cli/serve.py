@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 from ..generate.engine import Engine
 from ..install import install
-from ..model import GPT
 from ..option import Bounds, Count
 from ..runs import RunFolder, load_model
 from ..serve.worker import Limits, Worker
@@ -76,24 +75,19 @@ def run(arguments: Sequence[str]) -> None:
     # Listen first, so that a failure is reported before a model is loaded.
     with contextlib.ExitStack() as listening:
         sockets = [listening.enter_context(each) for each in bind(options["host"], options["port"])]
-        model, engine = _open(options["run"], options["step"], options)
-        report = RunFolder(Path(options["run"])).report
-        runs = [Explored(options["name"] or _name(options["run"]), model, engine.tokenizer, report=report)]
-        for path in compared:
-            name = _unused(path, [run.name for run in runs])
-            other, beside = _open(path, None, options)
-            worker = Worker(beside, limits.queue, options["threads"])
-            runs.append(Explored(name, other, beside.tokenizer, worker, RunFolder(Path(path)).report))
+        runs: list[Explored] = []
+        for path, step in [(options["run"], options["step"]), *((path, None) for path in compared)]:
+            name = (None if runs else options["name"]) or _unused(path, [run.name for run in runs])
+            worker = Worker(_engine(path, step, options), limits.queue, options["threads"])
+            runs.append(Explored(name, worker, RunFolder(Path(path)).report))
         app = create_app(
-            engine,
+            [run.worker for run in runs],
             runs[0].name,
             limits=limits,
             api_key=api_key,
             hosts=tuple(dict.fromkeys((*LOCAL, options["host"], *public))) if local else None,
             origins=options["cors"] or (),
             routes=routes(runs, ("localhost", socket.gethostname(), options["host"]), public) if shown else (),
-            workers=[run.worker for run in runs if run.worker is not None],
-            threads=options["threads"],
         )
         if not private:
             who, where = "anyone with the key" if api_key else "anyone", ", ".join((*public, options["host"]))
@@ -101,19 +95,15 @@ def run(arguments: Sequence[str]) -> None:
         run_server(app, sockets)
 
 
-def _open(path: str, step: int | None, options: Mapping[str, Any]) -> tuple[GPT, Engine]:
+def _engine(path: str, step: int | None, options: Mapping[str, Any]) -> Engine:
     model, tokenizer = load_model(path, step, *picked_device(options))
-    return model, Engine(model, tokenizer, slots=options["slots"], strict=options["strict"])
-
-
-def _name(path: str) -> str:
-    return Path(path).resolve().name
+    return Engine(model, tokenizer, slots=options["slots"], strict=options["strict"])
 
 
 def _unused(path: str, names: Sequence[str]) -> str:
     """Return a name for a run that is not among `names`: its folder's name, its path, or its path with a number."""
     numbered = (f"{path} {number}" for number in itertools.count(2))
-    return next(name for name in itertools.chain((_name(path), path), numbered) if name not in names)
+    return next(name for name in itertools.chain((Path(path).resolve().name, path), numbered) if name not in names)
 
 
 def is_local(host: str) -> bool:

@@ -265,9 +265,9 @@ class Engine:
     ) -> None:
         self.context = model.config.context
         self.tokenizer = tokenizer
-        self._check_rate = model.check_rate
-        self.dial = largest_rate(model)
         self.decoder = Decoder(model, slots, capacity or self.context, strict=strict)
+        self.model = self.decoder.model  # a snapshot, so that the caller's copy of the weights can be freed
+        self.dial = largest_rate(self.model)
         self.waiting: deque[ActiveRequest] = deque()
         self.running: dict[int, ActiveRequest] = {}
         self.counts = Counts()
@@ -279,7 +279,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise ValueError if the request is invalid or the model does not support its rate."""
         request.check(self.context)
-        self._check_rate(request.rate)
+        self.model.check_rate(request.rate)
 
     def add(self, request: Request) -> ActiveRequest:
         """Add a request to the queue for a free row. Raises ValueError if it is invalid."""

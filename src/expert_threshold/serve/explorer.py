@@ -28,7 +28,7 @@ from starlette.routing import Route
 from torch import Tensor
 
 from ..data import Tokenizer
-from ..generate.engine import Request, Step, TokenRouting, largest_rate
+from ..generate.engine import Engine, Request, Step, TokenRouting
 from ..glossary import as_html
 from ..model import GPT
 from ..moe import Router
@@ -60,16 +60,15 @@ TOPS = 6
 
 
 class Explored(NamedTuple):
-    """A run, with the name under which the page shows it.
-
-    worker: the worker of its engine; None is the server's main worker. report: its report.html, which need not exist.
-    """
+    """A run, with the name under which the page shows it. report: its report.html, which need not exist."""
 
     name: str
-    model: GPT
-    tokenizer: Tokenizer
-    worker: Worker | None = None
+    worker: Worker
     report: Path | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self.worker.engine
 
 
 def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
 
     Each layer has its cutoffs at this rate or the biases that are added to its scores, if it uses either.
     """
-    config, moes = run.model.config, dict(run.model.moe_layers())
+    config, moes = run.engine.model.config, dict(run.engine.model.moe_layers())
     rule, layers = config.rule, []
     for layer in range(config.layers):
         router = moes[layer].router if layer in moes else None
@@ -91,8 +90,8 @@ def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
         "experts_per_token": per_token if rate is None else rate,
         "shared_experts": 0 if rule is None else config.shared_experts,
         "context": config.context,
-        "tokenizer": run.tokenizer.hash,
-        "dial": largest_rate(run.model),
+        "tokenizer": run.engine.tokenizer.hash,
+        "dial": run.engine.dial,
         "layers": layers,
     }
 
@@ -104,16 +103,17 @@ def token_record(run: Explored, step: Step) -> dict[str, Any]:
     layer. Its gates are in the order of its experts, and `border` is the lowest chosen score, including the bias.
     """
     assert step.routing is not None, "only recorded steps have a routing"
-    biases = [_bias(moe.router) for _, moe in run.model.moe_layers()]
+    model, tokenizer = run.engine.model, run.engine.tokenizer
+    biases = [_bias(moe.router) for _, moe in model.moe_layers()]
     return {
         "token": step.token,
         "text": step.text,
-        "label": label(run.tokenizer, step.token),
+        "label": label(tokenizer, step.token),
         "written": not step.echoed,
         "loss": None if step.logprob is None else _number(-step.logprob),
         "finish": step.finish,
-        "top": [[token, label(run.tokenizer, token), _number(math.exp(logprob))] for token, logprob in step.top],
-        "layers": [_layer(run.model, bias, to) for bias, to in zip(biases, step.routing, strict=True)],
+        "top": [[token, label(tokenizer, token), _number(math.exp(logprob))] for token, logprob in step.top],
+        "layers": [_layer(model, bias, to) for bias, to in zip(biases, step.routing, strict=True)],
     }
 
 
@@ -165,9 +165,9 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
     run = next((run for run in runs if run.name == given.get("run")), None)
     if run is None:
         raise ApiError(404, f"there is no run with that name; use {', '.join(run.name for run in runs)}", param="run")
-    context = run.model.config.context
-    fields = validated(read_model(limits, context, largest_rate(run.model)), given)
-    prompt = (run.tokenizer.bos, *run.tokenizer.encode(fields.text))
+    engine, tokenizer, context = run.engine, run.engine.tokenizer, run.engine.context
+    fields = validated(read_model(limits, context, engine.dial), given)
+    prompt = (tokenizer.bos, *tokenizer.encode(fields.text))
     most = min(limits.prompt_tokens or context, context - min(fields.max_tokens, 1))
     if len(prompt) > most:
         message = f"the text has {len(prompt)} tokens with BOS, but {run.name} accepts at most {most}; shorten the text"
@@ -252,7 +252,7 @@ def routes(
         require_own_page(request.headers, names, public)
         here = service(request)
         run, asked = parse(await read_body(request, here.limits), runs, here.limits)
-        job = (run.worker or here.worker).submit([asked])
+        job = run.worker.submit([asked])
         return EventStream(job, events(run, job), here.limits, done='{"done": true}', headers=HEADERS)
 
     return [

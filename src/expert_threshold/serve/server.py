@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..generate.engine import Engine, Step
+from ..generate.engine import Step
 from .completion import Answer, Parser, model_body, require_model, shown
 from .openapi import schema
 from .worker import RETRY, ApiError, Job, Limits, Update, Worker
@@ -39,7 +39,7 @@ STOPPING = ApiError(503, "the server is stopping", code="stopping", headers=RETR
 
 
 def create_app(
-    engine: Engine,
+    workers: Sequence[Worker],
     name: str,
     *,
     limits: Limits | None = None,
@@ -47,21 +47,18 @@ def create_app(
     hosts: Sequence[str] | None = None,
     origins: Sequence[str] = (),
     routes: Sequence[BaseRoute] = (),
-    workers: Sequence[Worker] = (),
-    threads: int | None = None,
 ) -> Starlette:
-    """Return an app that serves the engine's model as `name`.
+    """Return an app that serves the model of the first worker as `name`, and starts and stops all workers.
 
     api_key: the key required on every route except /health. hosts: the names and addresses (without brackets) that the
     Host header may contain, so that pages of other sites cannot read a local server through a name that resolves to it;
     None allows any. origins: other sites whose pages may read responses; "*" allows all. routes: additional routes
-    behind the same checks; their handlers use `service(request)`. workers: workers of other engines, which are started
-    and stopped with the app. threads: the number of threads for torch's matrix products.
+    behind the same checks; their handlers use `service(request)`.
     """
-    limits = limits or Limits()
-    worker = Worker(engine, limits.queue, threads)
-    limits = dataclasses.replace(limits, texts=min(limits.texts, worker.slots + limits.queue))  # more would never fit
-    here = Service((worker, *workers), Parser(engine.tokenizer, engine.context, name, limits, engine.dial))
+    limits, engine = limits or Limits(), workers[0].engine
+    most = workers[0].slots + limits.queue  # more would never fit
+    limits = dataclasses.replace(limits, texts=min(limits.texts, most))
+    here = Service(workers, Parser(engine.tokenizer, engine.context, name, limits, engine.dial))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
