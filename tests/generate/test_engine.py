@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 import unicodedata
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +16,7 @@ from hypothesis import strategies as st
 from cases import RULES, small_model
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import LEGEND, Step, TokenRouting, engine, generate, printable, render_routing
-from expert_threshold.generate.decoder import Decoded
-from expert_threshold.model import GPT, GPTConfig, Output
+from expert_threshold.model import GPT
 from expert_threshold.routing import Rule
 
 from .test_batching import run
@@ -27,31 +25,13 @@ CONTEXT = 64
 with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
-class Script:
-    """A stand-in for a decoder that generates the given tokens, whatever it reads."""
-
-    def __init__(self, vocab_size: int, tokens: list[int]) -> None:
-        self.rows, self.capacity = 1, 10_000
-        self.vocab_size = vocab_size
-        self.tokens = iter(tokens)
-
-    def open(self, *_: object) -> None: ...
-
-    def close(self, row: int, **_: object) -> None: ...
-
-    def read(self, *_: object, **__: object) -> Decoded:
-        logits = torch.nn.functional.one_hot(torch.tensor([next(self.tokens, 0)]), self.vocab_size)
-        return Decoded.of(Output(logits.float()[None], None, None, None, (), ()), None)
-
-    step = read
+LONG = small_model(context=10_000)
 
 
 def say(tokenizer: Tokenizer, tokens: list[int], **options: Any) -> list[Step]:
     """Return the steps of a model that generates these tokens."""
-    config = GPTConfig.preset("tiny", vocab_size=tokenizer.vocab_size, context=10_000)
-    model = types.SimpleNamespace(config=config, check_rate=lambda rate: None)
-    with mock.patch.object(engine, "Decoder", return_value=Script(tokenizer.vocab_size, tokens)):
-        return list(generate(model, tokenizer, [0], max_tokens=len(tokens), temperature=0, **options))
+    with mock.patch.object(engine.ActiveRequest, "choose", side_effect=tokens):
+        return list(generate(LONG, tokenizer, [0], max_tokens=len(tokens), **options))
 
 
 def tokens_of(steps: Iterator[Step]) -> list[int]:

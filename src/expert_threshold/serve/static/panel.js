@@ -10,13 +10,12 @@ export class Panel {
   /** Calls on.select(panel, index, show) when a token is opened, and on.pin() when an expert is pinned or released. */
   constructor(run, on) {
     this.run = run;
-    this.now = run; // the run as described for this text, since cutoffs depend on the rate
     this.on = on;
     this.routers = run.layers.flatMap(({ dense }, layer) => (dense ? [] : [layer]));
     this.pinned = null; // [layer, expert]
     this.looked = null;
     this.#build();
-    this.clear();
+    this.begin(run);
   }
 
   #build() {
@@ -66,13 +65,9 @@ export class Panel {
 
   // Reading.
 
-  /** Prepare for a new text. facts: the run's description for it. */
+  /** Prepare for a new text. facts: the run's description for it, since cutoffs depend on the rate. */
   begin(facts) {
     this.now = facts;
-    this.clear();
-  }
-
-  clear() {
     this.tokens = [];
     this.spoken = ""; // the text generated
     this.written = 0; // tokens generated
