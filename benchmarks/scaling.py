@@ -56,7 +56,6 @@ KINDS = {
     "selection.py": "selection",
     "radix.py": "selection",
     "cutoffs.py": "selection",
-    "balance.py": "selection",
     "by_count": "counts",
     "expert_parallel.py": "all_to_all",
     "fsdp.py": "matrices",  # full ones, for Muon, and their updates back

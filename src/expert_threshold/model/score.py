@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .attention import Cache
 from .gpt import GPT
@@ -155,6 +156,5 @@ def _compute_once(model: GPT, batch: Sequence[_Bundle], shared: int, room: int) 
 
 def _stack(model: GPT, rows: Sequence[list[int]], padding: int) -> Tensor:
     """Stack rows and pad them on the right, where causality hides the padding from the tokens."""
-    length = max(map(len, rows))
-    padded = [row + [padding] * (length - len(row)) for row in rows]
-    return torch.tensor(padded, device=model.embed.weight.device)
+    padded = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding)
+    return padded.to(model.embed.weight.device)
