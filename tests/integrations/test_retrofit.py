@@ -14,7 +14,8 @@ import torch
 
 from cases import RULES, et, small_model, small_tokenizer, write_run, write_text
 from commands import Options, Refused, read
-from expert_threshold.data import Loader, open_source, pack
+from expert_threshold.data import Loader, Tokens, open_source, pack
+from expert_threshold.evaluation import evaluate
 from expert_threshold.evaluation.by_document import compare
 from expert_threshold.integrations import retrofit
 from expert_threshold.integrations.retrofit import Calibrator, Checkpoint, at_top, document_sums, open_checkpoint
@@ -130,6 +131,9 @@ def test_static_points_are_the_model_with_another_k(tmp_path: Path, text: Path) 
         with at_top(source.model, TOP, k):
             assert torch.equal(source.model(tokens).logits, other(tokens).logits)
     assert source.model.moe_layers()[0][1].router.rule == TOP
+    ids = pack(open_source(str(text)), source.tokenizer, "validation").ids[:100]
+    expected = evaluate(source.model, Tokens(ids, np.array([0, 100]), 0), source.tokenizer)
+    assert losses(source, source.model, ids)[0] == pytest.approx(expected.loss, rel=1e-5)
 
 
 def test_with_all_experts_both_routings_are_the_same_model(tmp_path: Path, text: Path) -> None:
