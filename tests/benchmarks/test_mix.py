@@ -27,3 +27,5 @@ def test_all_text_is_there_in_pieces_of_every_source(tmp_path: Path, monkeypatch
     expected = [text[start : start + 100] for text in whole for start in range(0, len(text), 100)]
     assert sorted(mixed(0)) == sorted(expected)
     assert mixed(0) == mixed(0) != mixed(1) != expected
+    some = list(mix.pieces([str(tmp_path / name) for name in documents], 100, 0.001))  # type: ignore[arg-type]
+    assert [sum(name in piece for piece in some) for name in documents] == [10, 10]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +101,7 @@ def test_a_stand_in_for_nanochat_trains_on_the_batches_of_a_comparison(
     lengths = {name: [point[0] for point in curves[0]] for name, curves in result["runs"].items()}
     assert lengths == {"dense": [128, 256], "dense (2 steps)": [128], "nanochat": [128, 256]}
     losses = [point[2] for point in result["runs"]["nanochat"][0]]
-    assert losses[1] < losses[0]
+    assert 5 < losses[1] < losses[0] < math.log(300)  # nats per token; the first guess is that all are alike
     assert (tmp_path / "out" / "seconds.png").exists()
     monkeypatch.setattr(speedrun, "train_nanochat", None)
     capsys.readouterr()
