@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_threshold.config import (
-    RUNS,
-    RunConfig,
-    by_path,
-    resolve,
-    scaled_optim,
-    scaled_rule,
-)
+from expert_threshold.config import KINDS, RECORDS, RUNS, RunConfig, by_path, resolve, scaled_optim, scaled_rule
 from expert_threshold.model import PRESETS, TRUNKS, GPTConfig
+from expert_threshold.option import describe
 from expert_threshold.routing import (
     PAPER_STEPS,
     RULES,
@@ -146,6 +141,14 @@ def test_another_rule_takes_only_the_layers_sizes_from_the_files_rule() -> None:
 def test_invalid_options_in_a_file_are_refused_by_name(file: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve("tiny", by_path(file))
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_what_an_option_does_not_allow_is_refused_with_its_value_and_what_it_allows(path: str) -> None:
+    section, _, option = path.partition(".")
+    message = f"{option}=Ellipsis must be {describe(KINDS[path])}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        RECORDS[section](**{option: ...})
 
 
 def test_an_unknown_preset_and_an_incomplete_configuration_are_refused() -> None:

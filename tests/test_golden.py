@@ -16,12 +16,13 @@ import pytest
 from safetensors import safe_open
 
 from cases import PIECES, TRAINED, et, resolved, said, small_config, small_model, write_run, write_text
-from expert_threshold.config import RUNS, RunConfig, by_path
+from expert_threshold.config import KINDS, RUNS, RunConfig, by_path
 from expert_threshold.data import DataConfig
 from expert_threshold.model import GPTConfig
 from expert_threshold.optim import OptimConfig
+from expert_threshold.option import describe, kinds_of
 from expert_threshold.recipes import RECIPES
-from expert_threshold.routing import RULES, rule_from_dict
+from expert_threshold.routing import RULES, option_names, rule_from_dict
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import TrainConfig, train
 
@@ -109,6 +110,14 @@ def plan(arguments: list[str]) -> dict[str, Any]:
     return {name: found[name] for name in names} | {"options": json.loads(json.dumps(changed))}
 
 
+def types() -> dict[str, str]:
+    """The type of every option, with its bounds, in words."""
+    found = {path: describe(kind) for path, kind in KINDS.items()}
+    for rule, cls in RULES.items():
+        found |= {f"{rule}.{name}": describe(kinds_of(cls)[name]) for name in option_names(rule)}
+    return found
+
+
 PLANS = {name: [name] for name in RUNS} | {name: ["--recipe", name] for name in RECIPES}
 
 
@@ -124,6 +133,10 @@ def test_a_short_run_ends_with_the_losses_it_had(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", PLANS)
 def test_every_preset_and_recipe_has_the_options_and_the_size_it_had(name: str) -> None:
     assert plan(PLANS[name]) == golden("plans")[name]
+
+
+def test_every_option_has_the_type_it_had() -> None:
+    assert types() == golden("types")
 
 
 def test_runs_and_exports_contain_the_files_and_tensors_they_had(tmp_path: Path) -> None:
@@ -143,9 +156,10 @@ if __name__ == "__main__":
         sections = [Path(temporary) / section for section in ("losses", "folders", "comparison")]
         for section in sections:
             section.mkdir()
-        record: dict[str, dict[str, Any]] = {
+        record: dict[str, Any] = {
             "losses": {model: losses(sections[0], model) for model in models()},
             "plans": {name: plan(arguments) for name, arguments in PLANS.items()},
+            "types": types(),
             "folders": folders(sections[1]),
             "comparison": comparison(sections[2]),
         }

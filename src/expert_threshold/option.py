@@ -51,8 +51,8 @@ def option(default: T, help: str) -> T:
 
 
 @functools.cache
-def kinds_of(record: type) -> dict[str, Any]:
-    """Return the types of a record's fields, including their bounds."""
+def kinds_of(record: Any) -> dict[str, Any]:
+    """Return the types of a record's fields or of a function's arguments, including their bounds."""
     return get_type_hints(record, include_extras=True)
 
 

@@ -245,7 +245,8 @@ def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another_and_its_rule
     """
     start("first", tiny(first))
     still = OptimConfig(matrix_lr=1e-30, embed_lr=1e-30, head_lr=1e-30)
-    start("second", tiny(second), still, steps=1, init_from=tmp_path / "first", seed=5, console=plain.console)
+    other = tiny(second, context=8, z_loss=0.001, initialization="nanochat", dispatch="reference")
+    start("second", other, still, steps=1, init_from=tmp_path / "first", seed=5, console=plain.console)
     theirs, mine = (RunFolder.open(tmp_path / name).load_checkpoint().tensors["model"] for name in ("first", "second"))
     state = {name.partition(".router.state_")[2]: tensor for name, tensor in mine.items() if ".router.state_" in name}
     for name in [name for name in mine if ".router.state_" not in name]:
@@ -366,19 +367,6 @@ def test_pools_are_checked_without_memory_for_them() -> None:
     require_pools_fit(tiny(ExpertThreshold(pool="batch")), config)
     with pytest.raises(ValueError, match="pool=7 does not divide"):
         require_pools_fit(tiny(ExpertThreshold(pool=7)), config)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("steps", 0), ("batch_size", -1), ("accumulation", 1.5), ("log_every", 0), ("eval_every", 0), ("seed", -1),
-        ("keep_checkpoints", 0), ("threads", 0), ("device", "tpu"), ("dtype", "float16"), ("track", "mlflow"),
-        ("core_every", 0), ("core_max_per_task", 0), ("compile", "yes"),
-    ],
-)  # fmt: skip
-def test_options_that_make_no_sense_are_refused(option: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{option}={value!r}"):
-        TrainConfig(**{option: value})
 
 
 def test_skipped_steps_are_told_and_counted_and_ten_in_a_row_end_the_run_and_harm_nothing(

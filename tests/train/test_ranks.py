@@ -71,7 +71,7 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_by_itself_where_the_laun
     result = torchrun("--max-restarts", "1", *failing("killed", 1, 5, tmp_path))
     assert result.returncode == 0, result.stderr
     assert said(result) == [
-        f"et train: rank 1 of 2 exited or stopped responding; to go on: et train --resume {tmp_path / 'run'}"
+        f"et train: rank 1 of 2 exited or stopped responding; continue: et train --resume {tmp_path / 'run'}"
     ]
     folder = RunFolder.open(tmp_path / "run")
     assert folder.checkpoints() == [3, 6, 8]
@@ -82,7 +82,7 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_by_itself_where_the_laun
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ("hung", r"timed out: rank 1 of 2 did not answer; to go on: et train --resume .*/run; .*"),
+        ("hung", r"timed out: rank 1 of 2 did not answer; continue: et train --resume .*/run; .*"),
         ("raising", r"rank 1: ZeroDivisionError: by zero"),
         ("full", r"rank 1: .*_of_rank_1.safetensors: File too large; .*"),
     ],

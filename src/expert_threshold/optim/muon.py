@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..kernels.cpu.blocks import PARTS, override
-from ..option import Count, Decay, NonNegative, NonNegativeInt, require_kind
+from ..option import Count, Decay, NonNegative, NonNegativeInt, kinds_of, require_kind
 
 OrthogonalizerName = Literal["newton_schulz", "polar_express"]
 Lines = Literal["rows", "columns"]
@@ -82,22 +82,22 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 0.02,
-        momentum: float = 0.95,
+        lr: NonNegative = 0.02,
+        momentum: Decay = 0.95,
         nesterov: bool = True,
-        ns_steps: int = 5,
+        ns_steps: Count = 5,
         ns_dtype: torch.dtype | None = None,
         *,
         orthogonalizer: OrthogonalizerName = "newton_schulz",
         equilibrate: Lines | None = None,
         renormalize: Parts | None = None,
         normuon: Side | None = None,
-        normuon_beta: float = 0.95,
-        weight_decay: float = 0.0,
+        normuon_beta: Decay = 0.95,
+        weight_decay: NonNegative = 0.0,
         cautious: bool = False,
-        period: int = 1,
-        phase: int = 0,
-        turn: int = 0,
+        period: Count = 1,
+        phase: NonNegativeInt = 0,
+        turn: NonNegativeInt = 0,
     ) -> None:
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "ns_dtype": ns_dtype,
@@ -169,15 +169,10 @@ class Muon(Optimizer):
 
 
 def _require_movable(group: Mapping[str, Any]) -> None:
-    kinds = {
-        "lr": NonNegative, "momentum": Decay, "ns_steps": Count, "normuon_beta": Decay, "period": Count,
-        "phase": NonNegativeInt, "turn": NonNegativeInt, "weight_decay": NonNegative,
-        "orthogonalizer": OrthogonalizerName, "equilibrate": Lines | None, "renormalize": Parts | None,
-        "normuon": Side | None,
-    }  # fmt: skip
-    for option, kind in kinds.items():
-        value = group[option]
-        require_kind(option, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value, kind)
+    for option, kind in kinds_of(Muon.__init__).items():
+        if option not in ("params", "ns_dtype", "return"):
+            value = group[option]
+            require_kind(option, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value, kind)
     for parameter, name in itertools.zip_longest(group["params"], group.get("param_names", ())):
         wrong = None if parameter.ndim in (2, 3) else "is not a matrix or a stack of matrices"
         if hasattr(parameter, "device_mesh"):  # a DTensor

@@ -25,7 +25,7 @@ from ..distributed import Parallel, local_batch, parallelize
 from ..evaluation import Task, read_bundle
 from ..evaluation.core import choose_rows
 from ..files import corrupted_file_error
-from ..model import GPT, TRUNKS, GPTConfig
+from ..model import GPT, GPTConfig
 from ..optim import OptimConfig, make_optimizers
 from ..routing import Rule
 from ..runs import Checkpoint, RunFolder
@@ -319,11 +319,8 @@ def _commit() -> str | None:
         return None
 
 
-# Options that must be equal for weights to fit. Rules may differ, but not in their number of experts.
-ARCHITECTURE = (
-    "vocab_size", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward", "shared_experts",
-    "dense_layers", "gate_norm", "activation", *TRUNKS["paper"],
-)  # fmt: skip
+# Options of the model that may differ from those of the weights. Rules may differ, but not in their number of experts.
+FREE_AT_START = {"context", "initialization", "dispatch", "z_loss", "rule"}
 
 
 def _load_initial(gpt: GPT, source: RunFolder) -> str:
@@ -332,7 +329,7 @@ def _load_initial(gpt: GPT, source: RunFolder) -> str:
     Return a line for the user. Raises ValueError if an option of the architecture differs.
     """
     mine, theirs = gpt.config, GPTConfig.from_dict(source.config)
-    shapes = {name: (vars(mine)[name], vars(theirs)[name]) for name in ARCHITECTURE}
+    shapes = {name: (own, vars(theirs)[name]) for name, own in vars(mine).items() if name not in FREE_AT_START}
     my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
     for name, (own, other) in (shapes | {"num_experts": (my_experts, their_experts)}).items():
         if own != other:
