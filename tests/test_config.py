@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_threshold.config import KINDS, RECORDS, RUNS, RunConfig, by_path, resolve, scaled_optim, scaled_rule
+from expert_threshold.config import KINDS, RECORDS, RUNS, by_path, resolve, run_config, scaled_optim, scaled_rule
 from expert_threshold.model import PRESETS, TRUNKS, GPTConfig
 from expert_threshold.option import describe
 from expert_threshold.routing import (
@@ -23,6 +23,7 @@ from expert_threshold.routing import (
     scaled_decay,
 )
 from expert_threshold.routing.expert_threshold import SHORT_RUN
+from expert_threshold.train import RunConfig
 
 RULE_NAMES = ("dense", *RULES)
 
@@ -42,7 +43,7 @@ def test_every_preset_goes_with_every_rule_and_survives_json(preset: str, rule: 
     assert rule_name(config.model.rule) == rule
     trunk = TRUNKS["tuned"] | {"initialization": "nanochat"} if preset == "quickstart" else {}
     assert GPTConfig.preset(preset, rule=config.model.rule, **trunk) == config.model
-    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert run_config(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_a_preset_with_a_recipe_has_its_optimizer_and_another_recipe_replaces_it() -> None:
@@ -155,7 +156,7 @@ def test_an_unknown_preset_and_an_incomplete_configuration_are_refused() -> None
     with pytest.raises(ValueError, match=r"unknown preset 'd13'; did you mean d12\?"):
         resolve("d13")
     with pytest.raises(ValueError, match=r"configuration has no section 'rule'"):
-        RunConfig.from_dict({"model": {}})
+        run_config({"model": {}})
 
 
 @pytest.mark.parametrize(("section", "name"), [("optim", "matrix_lr"), ("train", "steps"), ("model", "qk_scale")])

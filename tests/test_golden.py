@@ -50,14 +50,8 @@ def run(folder: Path, name: str) -> RunFolder:
     }
     config = TrainConfig(steps=STEPS, batch_size=4, accumulation=2, threads=1, dtype="float32", **every)
     data = DataConfig(source=str(write_text(folder / "corpus.jsonl")))
-    train(
-        made,
-        replace(models()[name], context=16),
-        data,
-        OptimConfig(adamw_warmup_steps=1, momentum_warmup_steps=1),
-        config,
-        sample=lambda *_: "text",
-    )
+    optim = OptimConfig(adamw_warmup_steps=1, momentum_warmup_steps=1)
+    train(made, RunConfig(replace(models()[name], context=16), data, optim, config), sample=lambda *_: "text")
     return made
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import resolved, said
-from expert_threshold.config import RUNS, RunConfig, resolve, scaled_optim
+from expert_threshold.config import RUNS, RunConfig, resolve, run_config, scaled_optim
 from expert_threshold.model import TRUNKS
 from expert_threshold.optim import NANOCHAT, make_optimizers
 from expert_threshold.plan import window
@@ -97,7 +97,7 @@ def test_a_recipe_is_scaled_to_any_preset_and_budget(name: str, preset: str, ste
     ):
         assert rule.decay == scaled_decay(0.999, steps)
     require_pools_fit(config.model, config.train)
-    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert run_config(json.loads(json.dumps(config.to_dict()))) == config
     pool, whole = window(config)[0], window(of_paper(name))[0]
     assert (pool is None) == (whole is None)
     if pool is not None and RECIPES[name].pool is not None:

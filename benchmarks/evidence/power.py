@@ -27,7 +27,7 @@ from ladder import RULES
 from study import Record, parser, read, record_run, run_script
 
 from expert_threshold.analysis.results import markdown
-from expert_threshold.config import RunConfig
+from expert_threshold.config import run_config
 from expert_threshold.data import open_source, pack
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT
@@ -52,7 +52,7 @@ key = itemgetter("variant", "method", "tokens", "seed")
 
 def initial_weights(folder: RunFolder) -> str:
     """Return the start of the hash of the weights with which a run begins."""
-    config = RunConfig.from_dict(folder.config)
+    config = run_config(folder.config)
     torch.manual_seed(config.train.seed)
     weights = b"".join(weight.detach().numpy().tobytes() for weight in GPT(config.model).parameters())
     return sha256(weights).hexdigest()[:16]

@@ -200,7 +200,7 @@ def resume(rule: Rule | None, setting: Setting, context: int = 16, d_model: int 
     from expert_threshold.model import GPTConfig
     from expert_threshold.optim import OptimConfig
     from expert_threshold.runs import RunFolder
-    from expert_threshold.train import TrainConfig, train
+    from expert_threshold.train import RunConfig, TrainConfig, train
 
     sizes = {"layers": 2, "d_model": d_model, "heads": 2, "kv_heads": 2, "d_expert": 64, "d_feed_forward": 128}
     model = GPTConfig(**sizes, vocab_size=300, context=context, rule=rule)  # type: ignore[arg-type]
@@ -211,14 +211,14 @@ def resume(rule: Rule | None, setting: Setting, context: int = 16, d_model: int 
     with tempfile.TemporaryDirectory() as place, deterministic():
         folder = Path(place)
         text = write_text(folder / "text.jsonl", (ROOT / "LICENSE").read_text())
-        sections = model, DataConfig(source=str(text)), OptimConfig(), config
+        run = RunConfig(model, DataConfig(source=str(text)), OptimConfig(), config)
         quiet = Console(file=io.StringIO())
-        train(RunFolder.create(folder / "whole"), *sections, console=quiet)
+        train(RunFolder.create(folder / "whole"), run, console=quiet)
         shutil.copytree(folder / "whole", folder / "halves")
         for checkpoint in (folder / "halves" / "checkpoints").iterdir():
             if int(checkpoint.name.removeprefix("step_")) > STOP:
                 shutil.rmtree(checkpoint)
-        train(RunFolder.open(folder / "halves"), *sections, console=quiet, resume=True)
+        train(RunFolder.open(folder / "halves"), run, console=quiet, resume=True)
         last = f"checkpoints/step_{STEPS:06}"
         whole, halves = (
             {path.name: path.read_bytes() for path in (folder / name / last).glob("*.safetensors")}

@@ -6,7 +6,7 @@ Every option has a path: `optim.matrix_lr` is a key in config.json and correspon
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .data import DataConfig
@@ -16,6 +16,7 @@ from .optim import OptimConfig
 from .option import convert, did_you_mean, kinds_of
 from .recipes import CHECKPOINT_EVERY, EVAL_EVERY, EVAL_TOKENS, PAPER, PAPER_TOKENS, RECIPES
 from .routing import DENSE, PAPER_STEPS, RULES, Rule, option_names, require_option, rule_from_dict
+from .train import RunConfig as RunConfig
 from .train import TrainConfig
 
 Options = Mapping[str, Any]
@@ -57,30 +58,6 @@ DEFAULT_PRESET = "quickstart"
 DEFAULT_RULE = "expert_threshold"
 # Options that are kept when the rule changes, because they are the sizes of the layer.
 KEPT_OF_RULE = ("num_experts", "experts_per_token")
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """The configuration of a run. The rule is part of the model, but has its own section in config.json."""
-
-    model: GPTConfig
-    data: DataConfig
-    optim: OptimConfig
-    train: TrainConfig
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as a JSON object with one section per group of options."""
-        return self.model.to_dict() | {name: asdict(vars(self)[name]) for name in ("data", "optim", "train")}
-
-    @classmethod
-    def from_dict(cls, record: Options) -> RunConfig:
-        """Read the result of `to_dict` or a config.json. Raises ValueError for missing sections and unknown options."""
-        for section in SECTIONS:
-            if section not in record:
-                raise ValueError(f"configuration has no section {section!r}; name the config.json of a run")
-        found = nested(by_path(record))
-        parts = {name: RECORDS[name](**found.get(name, {})) for name in ("data", "optim", "train")}
-        return cls(GPTConfig.from_dict(found), **parts)
 
 
 SECTIONS = ("model", "rule", "data", "optim", "train")
@@ -175,6 +152,16 @@ def merged(*layers: Options) -> dict[str, Any]:
             found = {name: found[name] for name in KEPT_OF_RULE if name in found and layer["name"] != DENSE}
         found |= layer
     return found
+
+
+def run_config(record: Options) -> RunConfig:
+    """Read a config.json or the result of `to_dict`. Raises ValueError for missing sections and unknown options."""
+    for section in SECTIONS:
+        if section not in record:
+            raise ValueError(f"configuration has no section {section!r}; name the config.json of a run")
+    found = nested(by_path(record))
+    parts = {name: RECORDS[name](**found.get(name, {})) for name in ("data", "optim", "train")}
+    return RunConfig(GPTConfig.from_dict(found), **parts)
 
 
 def scaled_rule(name: str, steps: int, /, **options: Any) -> Rule | None:

@@ -27,9 +27,7 @@ SAMPLING: dict[str, Any] = {"max_tokens": 96, "temperature": 0.6, "repetition_pe
 def train_run(folder: RunFolder, config: RunConfig, console: Console, **options: Any) -> TrainResult:
     """Train in a folder and write samples and a report. Raises ValueError as `train` does, and if memory runs out."""
     try:
-        result = train(
-            folder, config.model, config.data, config.optim, config.train, sample=sample, console=console, **options
-        )
+        result = train(folder, config, sample=sample, console=console, **options)
     except (RuntimeError, MemoryError, TypeError) as error:
         if not is_out_of_memory(error):
             raise

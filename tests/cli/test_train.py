@@ -15,7 +15,7 @@ import torch
 from cases import et, resolved, said
 from commands import Options, Refused, content, edit
 from expert_threshold.cli import train as train_command
-from expert_threshold.config import RunConfig, resolve
+from expert_threshold.config import resolve, run_config
 from expert_threshold.moe import BACKENDS
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
@@ -131,7 +131,7 @@ def test_a_run_begins_with_another_ones_model(text: Path, run: Path, tmp_path: P
     out = tmp_path / "next"
     options = ["--data", text, "--batch-size", 2, "--steps", 1, "--seed", 5, "--rule", "token_choice", "--threads", 1]
     assert et("train", "tiny", "--init-from", run, *options, "--out", out) == 0
-    config = RunConfig.from_dict(RunFolder.open(out).config)
+    config = run_config(RunFolder.open(out).config)
     assert config.model.context == 32
     assert config.model.rule == TokenChoice()
     assert RunFolder.open(out).config["init_from"] == str(run)

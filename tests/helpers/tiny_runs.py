@@ -18,7 +18,7 @@ from expert_threshold.model import GPTConfig
 from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder
-from expert_threshold.train import TrainConfig, train
+from expert_threshold.train import RunConfig, TrainConfig, train
 
 ET = ExpertThreshold(num_experts=4, warmup_steps=3, decay=0.5)
 # The folder -> the rule, other options, the seed; and what figures call the method.
@@ -50,14 +50,14 @@ def make_runs(folder: Path) -> Path:
     threads = torch.get_num_threads()
     for name, (rule, options, seed, _) in RUNS.items():
         sizes = {"d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 32, "d_feed_forward": 64, "layers": 3}
-        train(
-            RunFolder.create(folder / name),
+        run = RunConfig(
             GPTConfig.preset("tiny", rule=rule, vocab_size=280, context=16, **sizes, **options),
             DataConfig(source=str(folder / "corpus.jsonl")),
             OptimConfig(),
             TrainConfig(steps=8, batch_size=4, seed=seed, threads=1, device="cpu", **intervals),
-            sample=lambda model, tokenizer, step: f"step {step} {SAMPLE}",
         )
+        sample = lambda model, tokenizer, step: f"step {step} {SAMPLE}"  # noqa: E731
+        train(RunFolder.create(folder / name), run, sample=sample)
     torch.set_num_threads(threads)
     return folder
 

@@ -19,7 +19,7 @@ from expert_threshold.model import TRUNKS, gpt
 from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder
-from expert_threshold.train import TrainConfig, train
+from expert_threshold.train import RunConfig, TrainConfig, train
 from train.conftest import tiny
 
 draw_weight = gpt._draw
@@ -95,7 +95,7 @@ def run(
     if rendezvous.is_main:
         path.mkdir(exist_ok=True)
     model, data = tiny(rule, **TRUNKS[trunk]), DataConfig(str(corpus))
-    train(folder, model, data, optim, config, resume=resume, rendezvous=rendezvous, **options)
+    train(folder, RunConfig(model, data, optim, config), resume=resume, rendezvous=rendezvous, **options)
     return folder
 
 

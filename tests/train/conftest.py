@@ -21,7 +21,7 @@ from expert_threshold.model import GPT, GPTConfig, Output
 from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import Rule
 from expert_threshold.runs import RunFolder
-from expert_threshold.train import TrainConfig, TrainResult, train
+from expert_threshold.train import RunConfig, TrainConfig, TrainResult, train
 
 
 def tiny(rule: Rule | None = RULES["expert_threshold"], **changes: Any) -> GPTConfig:
@@ -67,7 +67,8 @@ def start(tmp_path: Path, corpus: Path) -> Start:
         data = {key: options.pop(key) for key in list(options) if key in DataConfig.__dataclass_fields__}
         folder = (RunFolder.open if options.get("resume") else RunFolder.create)(tmp_path / name)
         config = replace(usual, **changes)
-        return train(folder, model or tiny(), DataConfig(**{"source": str(corpus)} | data), optim, config, **options)
+        run = RunConfig(model or tiny(), DataConfig(**{"source": str(corpus)} | data), optim, config)
+        return train(folder, run, **options)
 
     return start
 

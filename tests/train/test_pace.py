@@ -15,7 +15,7 @@ def test_tokens_are_those_of_the_steps_that_fit_into_the_time(monkeypatch: pytes
     monkeypatch.setattr(pace, "_seconds_of_step", lambda state: train_step(state) and 0.5)
     torch.manual_seed(0)
     random = torch.get_rng_state()
-    tokens = pace.tokens_within(100, config.model, config.optim, config.train)
+    tokens = pace.tokens_within(100, config)
     assert tokens == 200 * SHARE_OF_STEPS * 4 * 2 * config.model.context
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -27,6 +27,6 @@ def test_a_run_shorter_than_the_measurement_is_measured_and_no_time_at_all_is_on
     """`et sweep --steps 2` failed on an assertion of the learning rate's schedule."""
     monkeypatch.setattr(pace, "SECONDS", 0)
     config = resolve("tiny", {"train.batch_size": 4, "train.steps": steps, "train.eval_every": 1})
-    tokens = pace.tokens_within(seconds, config.model, config.optim, config.train)
+    tokens = pace.tokens_within(seconds, config)
     assert tokens >= at_least
     assert seconds == 60 or tokens == at_least

@@ -17,7 +17,7 @@ import torch
 
 from .. import __version__
 from ..analysis.sentences import counted, short
-from ..config import RunConfig, in_section
+from ..config import RunConfig, in_section, run_config
 from ..distributed import INTERRUPTED, Failure, Rendezvous, is_lost_rank, launch, local_batch
 from ..files import missing_folders, remove_empty
 from ..full_run import SAMPLING, train_run
@@ -145,7 +145,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous, folders: list[RunFold
         try:
             if minutes is not None:
                 say(console, "measuring the speed of this machine")
-                tokens = tokens_within(60 * minutes, config.model, config.optim, config.train)
+                tokens = tokens_within(60 * minutes, config)
                 config = resolve_run(given | {"tokens": tokens})
             say(console, introduce(config, rendezvous.world_size))
             result = train_run(folder, config, console, init_from=init_from, minutes=minutes, rendezvous=rendezvous)
@@ -173,7 +173,7 @@ def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> 
 
 def _config_of(folder: RunFolder) -> RunConfig:
     with folder.named():
-        return RunConfig.from_dict(folder.config)
+        return run_config(folder.config)
 
 
 def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:

@@ -239,7 +239,7 @@ class Sweep:
     def estimate(self) -> float:
         """Estimate the seconds of a trial that is not pruned, from the speed of the first method with experts."""
         config = max((m.config for m in self.methods.values()), key=lambda config: config.model.rule is not None)
-        an_hour = tokens_within(3600, config.model, config.optim, config.train)
+        an_hour = tokens_within(3600, config)
         return float(3600 * costs(config)["tokens"] / an_hour * self.seeds)
 
     def run(self, console: Console) -> None:
@@ -331,7 +331,7 @@ class Sweep:
         options = replace(config.train, seed=SEED + seed, dtype=self._config.train.dtype)
         # Save only what `train` always saves at the end; it is deleted afterwards.
         options = replace(options, checkpoint_every=None, sample_every=None, core_every=None)
-        data = with_shards(config, self._known).data
+        run = replace(with_shards(config, self._known), train=options)
         losses: list[float] = []
 
         def validated(step: int, loss: float) -> None:
@@ -347,7 +347,7 @@ class Sweep:
 
         folder = RunFolder.create(path)
         try:
-            result = train(folder, config.model, data, config.optim, options, text=self._text, validated=validated)
+            result = train(folder, run, text=self._text, validated=validated)
         finally:
             shutil.rmtree(path / "checkpoints", ignore_errors=True)
             folder.tokenizer_path.unlink(missing_ok=True)

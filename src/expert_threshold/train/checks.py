@@ -75,14 +75,19 @@ def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
                 raise
 
 
+def by_path(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options in config.json, keyed by path. The options for the text are not included."""
+    return {f"{part}.{name}": v for part in ("model", "rule", "optim", "train") for name, v in record[part].items()}
+
+
 def decisive(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options in config.json that determine what a run learns, except for the number of steps.
 
-    The options for the text are not included, because the text is compared by its hash.
+    The text is compared by its hash.
     """
     free = {f"train.{name}" for name in (*FREE_ON_RESUME, "steps")}
-    options = {f"{part}.{name}": v for part in ("model", "rule", "optim", "train") for name, v in record[part].items()}
-    kept: dict[str, Any] = json.loads(json.dumps({name: v for name, v in options.items() if name not in free}))
+    options = {path: value for path, value in by_path(record).items() if path not in free}
+    kept: dict[str, Any] = json.loads(json.dumps(options))
     return kept
 
 

@@ -1,10 +1,13 @@
-"""Defines the options of the training loop."""
+"""Defines the options of the training loop, and the configuration of a whole run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
+from ..data import DataConfig
+from ..model import GPTConfig
+from ..optim import OptimConfig
 from ..option import Bounds, Count, option, require_valid
 
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
@@ -54,3 +57,17 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid value."""
         require_valid(TrainConfig, vars(self))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The configuration of a run. The rule is part of the model, but has its own section in config.json."""
+
+    model: GPTConfig
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as a JSON object with one section per group of options."""
+        return self.model.to_dict() | {name: asdict(vars(self)[name]) for name in ("data", "optim", "train")}

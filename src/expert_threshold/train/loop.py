@@ -6,7 +6,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +14,15 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..data import DataConfig, Loader, Tokenizer, Tokens
+from ..data import Loader, Tokenizer, Tokens
 from ..distributed import ALONE, LocalBatch, Rendezvous, Status, process_groups
 from ..install import et
-from ..model import GPTConfig, Output
-from ..optim import OptimConfig
+from ..model import Output
 from ..routing import all_finite
 from ..runs import RunFolder
 from ..runs.lock import LOCK
-from .checks import SAME_COMMAND
-from .config import TrainConfig
+from .checks import SAME_COMMAND, by_path
+from .config import RunConfig
 from .device import gc_frozen, pick_device
 from .evaluations import Evaluations, Sample, Timer, Validated
 from .interrupt import Interrupt
@@ -117,10 +115,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 def train(
     folder: RunFolder,
-    model: GPTConfig,
-    data: DataConfig,
-    optim: OptimConfig,
-    config: TrainConfig,
+    run: RunConfig,
     *,
     resume: bool = False,
     init_from: Path | None = None,
@@ -146,14 +141,13 @@ def train(
     ValueError if options contradict each other, the run or the machine, and after ten skipped steps in a row. Raises
     OSError if the disk is full. Earlier checkpoints remain intact.
     """
+    config = run.train
     if config.sample_every is not None and sample is None:
         raise ValueError(f"sample_every={config.sample_every} needs the argument `sample`, which generates the text")
     if resume and init_from is not None:
         raise ValueError(f"init_from={init_from} starts a new run; omit it to resume {folder.path}")
-    sections = model.to_dict()
-    options = sections["model"] | sections["rule"] | asdict(optim) | asdict(config)
     with (
-        _locked(folder, rendezvous, options),
+        _locked(folder, rendezvous, by_path(run.to_dict())),
         Interrupt(quiet=not rendezvous.is_alone) as interrupt,
         Display(console if rendezvous.is_main else None) as display,
         process_groups(
@@ -164,7 +158,7 @@ def train(
             timeout=config.timeout,
         ) as parallel,
     ):
-        prepared = prepare(folder, model, data, optim, config, resume, init_from, minutes, display, parallel, text)
+        prepared = prepare(folder, run, resume, init_from, minutes, display, parallel, text)
         state = prepared.state
 
         def asks_to_stop() -> bool:

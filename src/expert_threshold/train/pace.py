@@ -11,11 +11,11 @@ from typing import cast
 import torch
 
 from ..data import Batch, Loader
-from ..model import GPT, GPTConfig
-from ..optim import OptimConfig, make_optimizers
+from ..model import GPT
+from ..optim import make_optimizers
 from .budget import SHARE_OF_STEPS
 from .compilation import compiled, pick_compile
-from .config import TrainConfig
+from .config import RunConfig
 from .device import gc_frozen, pick_device, pick_dtype
 from .loop import train_step
 from .state import TrainState
@@ -23,11 +23,12 @@ from .state import TrainState
 WARMUP_STEPS, SECONDS = 3, 5.0
 
 
-def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: TrainConfig) -> int:
+def tokens_within(seconds: float, run: RunConfig) -> int:
     """Return how many tokens a run can train on in `seconds`, given the median step time of a model on random tokens.
 
     This takes SECONDS plus the time to build the model. It preserves the state of torch's global random generator.
     """
+    model, config = run.model, run.train
     device = pick_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -35,7 +36,7 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         gpt = GPT(model, compute_dtype=pick_dtype(config.dtype, device)).to(device)
         tokens = torch.randint(model.vocab_size, (config.batch_size, model.context + 1))
         batches = itertools.repeat(Batch(tokens[:, :-1], tokens[:, 1:]))
-        optimizers = make_optimizers(gpt.named_parameters(), optim, model.d_model)
+        optimizers = make_optimizers(gpt.named_parameters(), run.optim, model.d_model)
         # `auto` depends on the number of steps, which is not known yet.
         compiling = config.compile == "on" and pick_compile(model, config, device, ranks=1, say=lambda _: None)
         forward = compiled(gpt) if compiling else None

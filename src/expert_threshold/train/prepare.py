@@ -26,13 +26,13 @@ from ..evaluation import Task, read_bundle
 from ..evaluation.core import choose_rows
 from ..files import corrupted_file_error
 from ..model import GPT, GPTConfig
-from ..optim import OptimConfig, make_optimizers
+from ..optim import make_optimizers
 from ..routing import Rule
 from ..runs import Checkpoint, RunFolder
 from .budget import Budget, Decision
 from .checks import decisive, require_same_corpus, require_trainable, require_unchanged
 from .compilation import compiled, pick_compile
-from .config import TrainConfig
+from .config import RunConfig, TrainConfig
 from .device import kernels_off, kernels_run, machine, pick_dtype
 from .log import Display
 from .state import Prepared, TrainState, load_weights
@@ -52,10 +52,7 @@ class Text(NamedTuple):
 
 def prepare(
     folder: RunFolder,
-    model: GPTConfig,
-    data: DataConfig,
-    optim: OptimConfig,
-    config: TrainConfig,
+    run: RunConfig,
     resume: bool,
     init_from: Path | None,
     minutes: float | None,
@@ -67,13 +64,14 @@ def prepare(
 
     text: the result of `read_text` for these options, or None to read the text here.
     """
+    model, config = run.model, run.train
     require_trainable(model, config, parallel.ranks.world_size)
     device = parallel.device
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     # Weight gradients are sums over all tokens, which cuBLAS splits. By default, it would add up the parts in bfloat16.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    record = _record(model, data, optim, config, device)
+    record = _record(run, device)
     if resume:
         record = folder.config | record
     else:
@@ -90,7 +88,7 @@ def prepare(
     saved, source = _starting_point(folder, record, resume, parallel)
     budget = _budget(folder, record, saved, resume, minutes)
 
-    corpus = _open(data, display, resume) if text is None else text.corpus
+    corpus = _open(run.data, display, resume) if text is None else text.corpus
     if resume:
         require_same_corpus(folder, corpus)
     record["data"]["train_shards"] = corpus.train_shards  # more may be downloaded before the run is resumed
@@ -119,8 +117,8 @@ def prepare(
         text.train, local.batch_size, model.context, config.seed, ranks.rank, ranks.world_size, threads=threads,
         group=parallel.world,
     )  # fmt: skip
-    shards = parallelize(gpt, optim, parallel)
-    optimizers = make_optimizers(shards.parameters.items(), optim, model.d_model)
+    shards = parallelize(gpt, run.optim, parallel)
+    optimizers = make_optimizers(shards.parameters.items(), run.optim, model.d_model)
     forward = compiled(gpt) if record["compiled"] else None
     state = TrainState(
         gpt, optimizers, loader, config, parallel=parallel, local=local, shards=shards, forward=forward, budget=budget
@@ -283,17 +281,13 @@ def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: 
     return Tokenizer([bytes.fromhex(token) for token in parallel.ranks.from_main(train)])
 
 
-def _record(
-    model: GPTConfig, data: DataConfig, optim: OptimConfig, config: TrainConfig, device: torch.device
-) -> dict[str, Any]:
+def _record(run: RunConfig, device: torch.device) -> dict[str, Any]:
     """Return the complete configuration, with every `auto` resolved for this machine."""
-    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    here = {"device": device.type, "dtype": dtype, "threads": torch.get_num_threads()}
-    return {
-        **model.to_dict(),
-        "data": asdict(data) | {"source": absolute(data.source)},
-        "optim": asdict(optim),
-        "train": asdict(config) | here,
+    record = run.to_dict()
+    record["data"]["source"] = absolute(run.data.source)
+    dtype = str(pick_dtype(run.train.dtype, device)).removeprefix("torch.")
+    record["train"] |= {"device": device.type, "dtype": dtype, "threads": torch.get_num_threads()}
+    return record | {
         "machine": machine(device),
         "versions": {
             "expert_threshold": __version__,
