@@ -29,7 +29,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_asked_at_intervals_and_at_the_end(start: Start, tmp_path: Path, bundle: Path, plain: Plain) -> None:
-    start(core_every=3, core_max_per_task=5, console=plain.console)
+    start(core_every=3, core_max_per_task=5, dtype="float32", console=plain.console)  # as loaded below
     folder = RunFolder.open(tmp_path / "run")
     assert folder.checkpoints() == [3, 4, 6, 8]  # 4 and 8 are due anyway
     records = metrics(tmp_path / "run", "core")
