@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from expert_threshold.cli import generate as command
 from expert_threshold.generate.engine import generate
 from expert_threshold.install import install
 from expert_threshold.serve.explorer import STATIC
+from served import process
 
 
 @pytest.fixture
@@ -40,21 +38,13 @@ def app_of(*arguments: object) -> Any:
     return run.call_args.args[0]
 
 
-def test_a_run_is_served_until_the_server_is_interrupted(path: Path) -> None:
+def test_a_run_is_served_until_the_server_is_interrupted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install openai")
-    command = [sys.executable, "-m", "expert_threshold", "serve", str(path), "--port", "0", "--threads", "1"]
-    environment = os.environ | {"ET_API_KEY": "key"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    line = next(line for line in process.stderr if "running on" in line)
-    found = re.search(r"http://127\.0\.0\.1:\d+", line)
-    with openai.OpenAI(base_url=f"{found[0]}/v1", api_key="key", max_retries=0) as client:
+    monkeypatch.setenv("ET_API_KEY", "key")
+    with process(path) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["run"]
         told = client.completions.create(model="run", prompt="the", max_tokens=3, temperature=0)  # draws may end
         assert told.usage.completion_tokens == 3
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
-    assert process.returncode == 0
-    assert "Traceback" not in errors
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(path: Path, refused: Refused) -> None:

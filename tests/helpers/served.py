@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -91,6 +96,49 @@ def served(
     app = create_app([run.worker for run in runs], name, limits=limits, routes=pages, **options)
     with running(app, bind("127.0.0.1", 0)) as server:
         yield server
+
+
+class Process:
+    """`et serve` of a run, in a process of its own."""
+
+    def __init__(self, command: subprocess.Popen[bytes], log: Path) -> None:
+        self.command, self.log = command, log
+        until(lambda: "running on" in log.read_text() or command.poll() is not None)
+        found = re.search(r"http://(127\.0\.0\.1:\d+)", log.read_text())
+        assert found is not None, log.read_text()
+        self.url = found[0]
+
+    def metrics(self) -> dict[str, float]:
+        lines = re.findall(r"^(et_\S+) (\S+)$", ask(self, "/metrics").text, re.M)
+        return {name: float(number) for name, number in lines}
+
+    def statuses(self) -> Counter[int]:
+        counts: Counter[int] = Counter()
+        for name, number in self.metrics().items():
+            if status := re.search(r'status="(\d+)"', name):
+                counts[int(status[1])] += round(number)
+        return counts
+
+    def megabytes(self) -> float:
+        """Resident; without what a page of text or a map of a file takes."""
+        text = Path(f"/proc/{self.command.pid}/status").read_text()
+        found = re.search(r"RssAnon:\s+(\d+) kB", text)
+        assert found is not None
+        return int(found[1]) / 1024
+
+
+@contextlib.contextmanager
+def process(run: Path, *options: str) -> Iterator[Process]:
+    """Serve a run in its own process, which must end in peace when it is interrupted."""
+    command = [sys.executable, "-m", "expert_threshold", "serve", str(run), "--port", "0", "--threads", "1", *options]
+    with (run.parent / "log").open("w+") as log, subprocess.Popen(command, stderr=log) as started:
+        try:
+            yield Process(started, Path(log.name))
+            started.send_signal(signal.SIGINT)
+            assert started.wait(PATIENCE) == 0
+            assert "Traceback" not in Path(log.name).read_text()
+        finally:
+            started.kill()
 
 
 class Reply(NamedTuple):

@@ -6,8 +6,6 @@ import functools
 import http.client
 import json
 import random
-import re
-import signal
 import subprocess
 import sys
 import threading
@@ -30,7 +28,7 @@ from cases import RULES, small_model, small_tokenizer, write_run
 from expert_threshold.generate import decoder
 from expert_threshold.generate.engine import Engine, Request, Step
 from expert_threshold.model import GPT
-from served import Served, ask, connect, served
+from served import Process, Served, ask, connect, process, served
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
 
@@ -41,57 +39,13 @@ GROWTH = 24  # MB that memory may differ by between a warm server and one at the
 JSON = {"Content-Type": "application/json"}
 
 
-class Process:
-    """`et serve` of a small run."""
-
-    def __init__(self, run: Path) -> None:
-        command = [sys.executable, "-m", "expert_threshold", "serve", str(run), "--port", "0", "--threads", "1"]
-        # In bfloat16 logits are often equal but for rounding, which without --strict depends on who shares the batch.
-        limits = ["--dtype", "float32", "--slots", "4", "--max-queue", str(QUEUE), "--max-body-seconds", "2"]
-        self.log = run.parent / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen([*command, *limits], stderr=log)
-        found = None
-        while found is None and self.process.poll() is None:
-            time.sleep(0.1)
-            found = re.search(r"http://(127\.0\.0\.1:\d+)", self.log.read_text())
-        assert found is not None, self.log.read_text()
-        self.url = found[0]
-
-    def metrics(self) -> dict[str, float]:
-        lines = re.findall(r"^(et_\S+) (\S+)$", ask(self, "/metrics").text, re.M)
-        return {name: float(number) for name, number in lines}
-
-    def statuses(self) -> Counter[int]:
-        counts: Counter[int] = Counter()
-        for name, number in self.metrics().items():
-            if status := re.search(r'status="(\d+)"', name):
-                counts[int(status[1])] += round(number)
-        return counts
-
-    def megabytes(self) -> float:
-        """Resident; without what a page of text or a map of a file takes."""
-        text = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"RssAnon:\s+(\d+) kB", text)
-        assert found is not None
-        return int(found[1]) / 1024
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(60) == 0
-        assert "Traceback" not in self.log.read_text()
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Process]:
-    server = Process(write_run(tmp_path / "small", small_model()).path)
-    try:
+    # In bfloat16 logits are often equal but for rounding, which without --strict depends on who shares the batch.
+    limits = ["--dtype", "float32", "--slots", "4", "--max-queue", str(QUEUE), "--max-body-seconds", "2"]
+    with process(write_run(tmp_path / "small", small_model()).path, *limits) as server:
         warm_up(server)
         yield server
-        server.stop()
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 def warm_up(server: Process) -> None:

@@ -439,16 +439,14 @@ def generate(
     )
     request.check(model.config.context)
     model.check_rate(rate)
-    return _steps(model, tokenizer, request)
 
+    def steps() -> Iterator[Step]:
+        engine = Engine(model, tokenizer, slots=1, capacity=min(len(ids) + max_tokens, model.config.context))
+        writing = engine.add(request)
+        while not writing.finished:
+            engine.step()
+            yield from writing.take()
+        if writing.error is not None:
+            raise ValueError(writing.error)
 
-def _steps(model: GPT, tokenizer: Tokenizer, request: Request) -> Iterator[Step]:
-    room = model.config.context - len(request.prompt)
-    capacity = len(request.prompt) + min(request.max_tokens, room)
-    engine = Engine(model, tokenizer, slots=1, capacity=capacity)
-    writing = engine.add(request)
-    while not writing.finished:
-        engine.step()
-        yield from writing.take()
-    if writing.error is not None:
-        raise ValueError(writing.error)
+    return steps()
