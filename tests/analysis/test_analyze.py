@@ -254,7 +254,7 @@ def test_what_cannot_be_analysed_is_reported_in_a_line(
     weights = damaged / "checkpoints" / "step_000008" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     line = refused(capsys, "analyze", damaged, "--figures", "fanout_by_loss")
-    assert "damaged: its size does not match the manifest" in line
+    assert "damaged: it does not match the manifest" in line
     assert "step_000004, which is intact" in line
     told = refused(capsys, "analyze", runs / "et", "--out", runs / "corpus.jsonl")
     assert told.endswith("corpus.jsonl: File exists; use another path")

@@ -19,10 +19,12 @@ import torch
 from benchmarks.evidence import claims, critics, documents, frontier, ladder, power, shift, text
 from torch import nn
 
+from cases import small_config
 from expert_threshold.data import Batch, Loader
+from expert_threshold.model import GPT
 from expert_threshold.moe.router import Router
 from expert_threshold.optim import Muon
-from expert_threshold.routing import TokenChoice
+from expert_threshold.routing import ExpertThreshold, TokenChoice
 
 BODY = "int f{0}(int a)\n{{\n\treturn a * {0};\n}}\n" * 14
 LICENCE = "// SPDX-License-Identifier: GPL-2.0\n/*\n * Copyright * Somebody\n */\n\n"
@@ -265,3 +267,15 @@ def test_intervals_cover_documents_and_pairs_alone_and_together() -> None:
     texts = documents.compare(np.array([[0.1, 0.0, 0.0, -0.1]] * 2), targets)
     assert texts["over_both"][0] < 0 < texts["over_both"][1]
     assert texts["pairs"][0] == {"difference": 0.0, "over_documents": texts["over_documents"]}
+
+
+def test_running_cutoffs_are_updated_after_each_batch_and_frozen_ones_never() -> None:
+    torch.manual_seed(0)
+    rule = ExpertThreshold(4, 1, decay=0.0, warmup_steps=0)
+    model = GPT(small_config(rule, layers=2)).eval()
+    batch = torch.randint(64, (2, 2, 16))
+    once = shift.measure(model, [tuple(batch)], running=False)
+    assert shift.measure(model, [tuple(batch)] * 2, running=False) == pytest.approx(once)
+    again = shift.measure(model, [tuple(batch)] * 2, running=True)
+    k = 32 * 1 // 4  # the second batch's cutoffs are its own k-th largest scores, which do not exceed themselves
+    assert again["fanout"] == pytest.approx((once["fanout"] + 4 * (k - 1) / 32) / 2)
