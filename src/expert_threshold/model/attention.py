@@ -282,6 +282,21 @@ def _within_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return y.view(batch, time, heads, -1).transpose(1, 2)
 
 
+class _AddToLast(torch.autograd.Function):
+    """Adds y (…, m) to the last m channels of x (…, n) in place, since autograd's own derivative would copy x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.channels = y.shape[-1]
+        x[..., -y.shape[-1] :] += y
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
+        return dx, dx[..., -ctx.channels :]
+
+
 class Attention(nn.Module):
     """Multi-head attention, or grouped-query attention if kv_heads < heads.
 
@@ -340,8 +355,7 @@ class Attention(nn.Module):
         kv_heads = self.kv_heads
         if self.value_embed is not None:
             assert tokens is not None
-            added = self._value_embeddings(x, tokens).flatten(2)
-            projected[..., -added.shape[-1] :] += added
+            projected = _AddToLast.apply(projected, self._value_embeddings(x, tokens).flatten(2))
         projected = projected.unflatten(-1, (-1, self.head_dim))
         output: Tensor
         # The kernel supports only these arguments. A new option of attention must be passed to it or prevent its use.
