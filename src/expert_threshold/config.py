@@ -59,7 +59,6 @@ DEFAULT_RULE = "expert_threshold"
 # Options that are kept when the rule changes, because they are the sizes of the layer.
 KEPT_OF_RULE = ("num_experts", "experts_per_token")
 
-
 SECTIONS = ("model", "rule", "data", "optim", "train")
 RECORDS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 KINDS = {

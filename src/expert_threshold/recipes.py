@@ -194,7 +194,7 @@ class Recipe:
 
 
 PAPER = Recipe("the paper's model and optimizers", {"name": "expert_threshold"}, Reported(""), preset="")
-"""What runs without a recipe use."""
+"""The recipe of runs that name none."""
 
 
 def _changes(config: OptimConfig) -> Options:

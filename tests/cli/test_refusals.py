@@ -140,7 +140,7 @@ REFUSED = {
     "serve MADE/dense --api-key 'key '": "--api-key or ET_API_KEY must be printable ASCII without spaces",
     "serve MADE/dense --host 0.0.0.0 --compare other": "add --explorer",
 }
-"""What is typed, and what is reported, once for each refusal; … separates parts of the line."""
+"""A command line for each refusal, and parts of the line that it prints, separated by …."""
 PLACES = {"SMALL": "small", "RUN": "copy", "TEXT": "text", "MADE": "made", "BUNDLE": "bundle"}
 """The fixture that each of these words stands for."""
 NEEDS = {"serve": "uvicorn", "sweep": "optuna"}
