@@ -217,7 +217,7 @@ def test_a_corpus_of_nothing_but_empty_parts_ends() -> None:
 
 def test_memory_stays_flat_over_blocks_and_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     class Made(Parts):
-        """Return 4 MB in parts of 200 kB, created again for each call."""
+        """4 MB in parts of 200 kB, which are created for each call."""
 
         bytes = (200_000,) * 20
 
