@@ -150,11 +150,10 @@ def differences(records: list[Record]) -> str:
     for base in ("dense", "expert threshold"):  # two families of comparisons
         names = [name for name in runs if (name[0] == "dense") == (base == "dense") and name[1] != "whole"]
         names = [("expert threshold", "whole")] * (base == "dense") + names
+        shared = {name: sorted(runs[name].keys() & runs[base, "whole"].keys()) for name in names}
+        names = [name for name in names if len(shared[name]) > 1]
         trained, gaps = (
-            [
-                [runs[name][seed][loss] - runs[base, "whole"][seed][loss] for seed in sorted(runs[name])]
-                for name in names
-            ]
+            [[runs[name][seed][loss] - runs[base, "whole"][seed][loss] for seed in shared[name]] for name in names]
             for loss in ("training", "loss")
         )
         for (method, setting), early, each, judged in zip(names, trained, gaps, corrected(gaps, 0.01), strict=True):

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from .moe import Router
 from .routing import RULES, Routing, Rule, rule_from_dict, rule_to_dict
+from .routing.registry import has_own_fields
 
 BATCH, TIME = 4, 48
 """The number of sequences in a test batch and their length. The pools of a rule under test must fit in a batch."""
@@ -113,7 +114,7 @@ def _of(routing: Routing, *index: Any) -> tuple[Tensor | None, ...]:
 def _is_a_frozen_dataclass_with_plain_options(rule: Rule) -> None:
     _require(isinstance(rule, Rule), "the rule is not derived from Rule")
     hash(rule)
-    _require("__dataclass_fields__" in vars(type(rule)), "the rule is not a dataclass")
+    _require(has_own_fields(type(rule)), "the rule is not a dataclass")
     _require(rule.num_scores >= rule.num_experts, "num_scores is less than num_experts")
     _require(bool(rule.label), "the label is empty")
     if type(rule) in RULES.values():

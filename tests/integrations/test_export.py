@@ -102,6 +102,11 @@ def delete(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
 
+def complex_head(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"].to(torch.complex64)}, folder / "model.safetensors")
+
+
 def with_config(**changes: object) -> Callable[[Path], object]:
     return lambda folder: write_lines(folder / "config.json", [read(folder / "config.json") | changes])
 
@@ -130,6 +135,7 @@ INDEX = "model.safetensors.index.json"
         (write("config.json", '{"model_type": "llama"}'), "no config.json with model_type expert_threshold"),
         (write("model.safetensors", "no weights"), r"model\.safetensors is damaged"),
         (delete("model.safetensors"), r"model\.safetensors is missing"),
+        (complex_head, r"lm_head\.weight is complex"),
         (delete("tokenizer.json"), r"tokenizer\.json is missing"),
         (write(INDEX, '{"weight_map": {"a": "../b.json"}}'), r"lists .\.\./b\.json., which is not a file in"),
         (write(INDEX, '{"weight_map": []}'), r"model\.safetensors\.index\.json is damaged"),

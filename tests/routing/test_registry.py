@@ -46,6 +46,15 @@ def test_a_class_that_commands_could_not_take_is_refused(cls: Any, words: str) -
     assert "refused" not in RULES
 
 
+def test_a_subclass_without_a_decorator_of_its_own_is_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Renamed(Plain):
+        label = "mine"
+
+    monkeypatch.setattr(RULES, "_rules", dict(RULES))
+    register_rule("renamed", Renamed)
+    assert rule_from_dict({"name": "renamed", "num_experts": 8}) == Renamed(8)
+
+
 def test_sizes_are_checked_for_a_rule_that_does_not_and_whole_numbers_stay_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

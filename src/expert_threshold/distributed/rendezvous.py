@@ -70,7 +70,7 @@ class Rendezvous:
     @property
     def is_orphaned(self) -> bool:
         """True once torchrun's launcher, this rank's parent process, has exited. Always False with other launchers."""
-        return self._launcher not in (None, os.getppid())
+        return not self.is_alone and self._launcher not in (None, os.getppid())
 
     @classmethod
     def from_env(cls) -> Rendezvous:

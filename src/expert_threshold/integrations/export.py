@@ -200,6 +200,8 @@ def _load(path: Path) -> dict[str, Tensor]:
             weights |= load_file(path / name)
         except SafetensorError as error:
             raise ValueError(f"{path / name} is damaged ({error}); export or save the model again") from None
+    if odd := [name for name, tensor in weights.items() if tensor.is_complex()]:
+        raise ValueError(f"{path}: {odd[0]} is complex, but weights must be real; export or save the model again")
     return weights
 
 

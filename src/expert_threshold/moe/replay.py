@@ -69,7 +69,7 @@ def decide(model: nn.Module, capture: Capture, rate: float | None = None) -> tup
     return assignment, gates
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Replayed(Rule):
     """A rule whose assignment (batch, time, experts) is given; its gates are computed from the current scores."""
 
@@ -112,11 +112,13 @@ def replay(model: nn.Module, captures: Sequence[Capture]) -> Iterator[None]:
     rules = [router.rule for router in found]
     try:
         for layer, router in enumerate(found):
-            experts, device = router.rule.num_experts, router.weight.device
-            assignment = torch.zeros(len(captures), longest, experts, dtype=torch.bool, device=device)
+            own, device = router.rule, router.weight.device
+            assignment = torch.zeros(len(captures), longest, own.num_experts, dtype=torch.bool, device=device)
             for row, capture in zip(assignment, captures, strict=True):
                 row[: len(capture.tokens)] = capture.assignment[layer]
-            router.rule = _Replayed(num_experts=experts, rule=router.rule, assignment=assignment)
+            router.rule = _Replayed(
+                num_experts=own.num_experts, experts_per_token=own.experts_per_token, rule=own, assignment=assignment
+            )
         yield
     finally:
         for router, rule in zip(found, rules, strict=True):

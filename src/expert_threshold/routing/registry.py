@@ -26,6 +26,11 @@ DENSE = "dense"
 """The name that stands for no rule, in a model without routed experts."""
 
 
+def has_own_fields(cls: type[Rule]) -> bool:
+    """Return True if the rule, or a class between it and Rule, is a dataclass."""
+    return any("__dataclass_fields__" in vars(each) for each in cls.__mro__[: cls.__mro__.index(Rule)])
+
+
 class _Registry(Mapping[str, type[Rule]]):
     """A mapping from names to rules. Rules of other installed distributions are loaded on first access."""
 
@@ -36,7 +41,7 @@ class _Registry(Mapping[str, type[Rule]]):
     def add(self, name: str, cls: Any) -> None:
         if not re.fullmatch("[a-z][a-z0-9_]*", name) or name == DENSE:
             raise ValueError(f"rule name {name!r} must be a lower-case identifier other than {DENSE!r}")
-        if not (isinstance(cls, type) and issubclass(cls, Rule) and "__dataclass_fields__" in vars(cls)):
+        if not (isinstance(cls, type) and issubclass(cls, Rule) and has_own_fields(cls)):
             raise ValueError(f"rule {name}: {cls!r} must be a frozen dataclass derived from Rule")
         for field in fields(cls):
             if field.name == "name" or callable(getattr(Rule, field.name, None)):

@@ -279,7 +279,7 @@ def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
 def _join(parts: list[Part]) -> Tensor:
     """Join the slices of a tensor. Raises ValueError unless they cover it exactly once."""
     shape, dtype = parts[0].shape, parts[0].tensor.dtype
-    if len(parts) == 1 and parts[0].tensor.shape == shape:  # scalars are never split
+    if len(parts) == 1 and parts[0].tensor.shape == shape and parts[0].start == 0:  # scalars are never split
         return parts[0].tensor
     parts = sorted(parts, key=lambda part: (part.start, part.tensor.numel()))
     end = 0
