@@ -10,6 +10,7 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from expert_threshold.model import GPT
 from expert_threshold.moe.router import Router
 from expert_threshold.optim import Muon
 from expert_threshold.routing import ExpertThreshold, TokenChoice
+from expert_threshold.runs import RunFolder
 
 BODY = "int f{0}(int a)\n{{\n\treturn a * {0};\n}}\n" * 14
 LICENCE = "// SPDX-License-Identifier: GPL-2.0\n/*\n * Copyright * Somebody\n */\n\n"
@@ -131,6 +133,12 @@ def test_a_study_pairs_its_runs_repeats_none_and_resumes_an_interrupted_one(
     assert not torch.equal(runs[0], runs[2])
     assert all(r["late"].keys() == {"8", "9", "10", "11", "12"} and r["load_validation"] >= 1 for r in records)
     assert all(r["late"]["12"] == pytest.approx(r["loss"], abs=1e-3) for r in records)
+    (lines,) = (
+        RunFolder.open(each).metrics.read() for each in (tmp_path / "whole" / "runs").glob(f"*{power.FIRST}*-0")
+    )
+    settled = [line["layers"] for line in lines if line["split"] == "train" and line["step"] > 5]  # of 12
+    expected = [max(layer["load_spread"] for layer in layers.values()) for layers in settled]
+    assert records[0]["load_training"] == pytest.approx(fmean(expected))
     assert study(monkeypatch, built / "tokens", tmp_path / "whole") == records
     assert len(batches) == 48
 
@@ -196,10 +204,17 @@ def test_settings_are_compared_as_if_each_had_every_seed() -> None:
     assert [cell.loss for cell in found] == pytest.approx([2.35, 2.25, 2.15])  # at the mean of both seeds
     assert found[0].error is None  # nothing is left to estimate it from
     more = frontier.cells([*records, records[0] | {"seed": 1, "loss": 2.42}])
-    assert all(cell.error is not None and 0 < cell.error < 0.02 for cell in more)
+    assert more[0].error == pytest.approx(0.01 / 2**0.5)  # one degree of freedom, for residuals of ±0.005 four times
+    assert all(cell.error is not None and more[0].error <= cell.error < 0.02 for cell in more)
     assert "| dense |  | 2 |" in frontier.table(more)
     with pytest.raises(ValueError, match="differ"):
         frontier.cells([*records, records[0] | {"tokens": 2}])
+
+
+def test_only_a_measured_difference_or_equivalence_confirms_a_claim() -> None:
+    verdicts = ("higher", "equivalent", "open", "lower")
+    assert [claims.verdict(0.05, each) for each in verdicts] == ["holds", "fails", "open", "fails"]
+    assert [claims.verdict(0.0, each) for each in verdicts] == ["fails", "holds", "open", "fails"]
 
 
 def test_the_page_shows_its_tables_as_the_records_give_them() -> None:
