@@ -102,9 +102,9 @@ def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bound
     for step in range(1, 501):
         above, below = (step >= 300 and step % 2) or step <= 100, step >= 300 and step % 2 == 0
         bounds = {"saturation": full if above else free, "starvation": full if below else free}
-        train.append({"step": step, "layers": {"0": same | bounds}})
+        train.append({"step": step, "steps": 1 + (step == 101), "layers": {"0": same | bounds}})
     run = SimpleNamespace(
-        train=train, config={"train": {"log_every": 1}}, warmup_steps=100, target=0.25, layers=[0], has_cutoffs=True,
+        train=train, warmup_steps=100, target=0.25, layers=[0], has_cutoffs=True,
         rule=SimpleNamespace(looks_ahead=False), has_bounds=True, tag={"method": "ET", "kind": "expert_threshold"},
     )  # fmt: skip
     material: Any = SimpleNamespace(routed=[run])
@@ -112,11 +112,11 @@ def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bound
     (entry,) = data["methods"]
     assert len(entry["steps"]) == len(entry["bound"]) < 500
     for step, share in zip(entry["steps"], entry["bound"], strict=True):
-        assert np.isnan(share) if step <= 100 else share == (0.25 if step >= 300 else 0)
-    assert entry["bound_share"] == pytest.approx(201 / 400 / 4)
+        assert np.isnan(share) if step <= 101 else share == (0.25 if step >= 300 else 0)
+    assert entry["bound_share"] == pytest.approx(201 / 399 / 4)
     sentence = say_cutoff_stability(plain(data))
     assert "lie 0.750 from their running means, which is 37.5 % of the scores' standard deviation" in sentence
-    assert "a capacity bound changed the load in 12.6 % of steps and experts" in sentence
+    assert "a capacity bound changed the load in 12.6 % of experts and intervals of 2 steps" in sentence
     run.has_bounds = False
     assert "capacity bound" not in say_cutoff_stability(plain(cutoff_stability(material)))
 

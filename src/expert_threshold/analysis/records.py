@@ -218,6 +218,11 @@ def expert_series(records: Sequence[Record], key: str) -> dict[int, tuple[np.nda
     return found
 
 
+def lines_after(train: Sequence[Record], step: float) -> list[Record]:
+    """Return the lines of the training log that cover only steps after `step`."""
+    return [record for record in train if record["step"] - record["steps"] >= step]
+
+
 def finite(points: Points) -> list[tuple[float, float]]:
     """Return the points whose y is finite."""
     return [(x, y) for x, y in points if math.isfinite(y)]
@@ -276,7 +281,7 @@ def _result(run: Run) -> Result | None:
     fanouts = [_over_training([record], "fanout_mean", mean) for record in run.train]
     flops = [float(run.tokens_per_step * flops_per_token(run.model, rate=fanout)) for fanout in fanouts]
     loss, late = _checked(last["loss"]), late_loss(run.train)
-    warm = [r for r in run.train if r["step"] - r["steps"] >= max(WARM * steps, run.warmup_steps)]
+    warm = lines_after(run.train, max(WARM * steps, run.warmup_steps))
     return Result(
         run.method,
         run.seed,

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..material import Material, Study, over_methods
 from ..plain import Data, NotShownError, array
-from ..records import Record, Run, expert_series, layer_series
+from ..records import Record, Run, expert_series, layer_series, lines_after
 from ..sentences import each, listed, of_deviation, percent
 from .plot import expert_key, expert_lines, mark_warmup, marker, panels, thin
 from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, Figure, strokes
@@ -41,7 +41,7 @@ def cutoff_stability(material: Material) -> Data:
             "bound": None if bound is None else thin(bound, bound)[0],
             "bound_share": None if bound is None or np.isnan(bound).all() else np.nanmean(bound),
             "score_std": np.nanmean(_experts(run, "score_std", layer)[1][-10:]),
-            "interval": run.config["train"]["log_every"],
+            "interval": max(record["steps"] for record in run.train),
         }
 
     choice, thresholds = _by_cutoff(material)
@@ -64,11 +64,10 @@ def _at_bounds(run: Run) -> np.ndarray | None:
     dropped, filled = (expert_series(run.train, key) for key in ("saturation", "starvation"))
     if not run.has_bounds or not dropped.keys() == filled.keys() == set(run.layers):
         return None  # not recorded
-    steps = next(iter(dropped.values()))[0]
+    steps, settled = next(iter(dropped.values()))[0], lines_after(run.train, run.warmup_steps)
     moved = np.concatenate([np.maximum(dropped[layer][1], filled[layer][1]) for layer in dropped], axis=1)
     share = np.where(np.isfinite(moved).any(1), np.nansum(moved > 0, axis=1) / moved.shape[1], np.nan)
-    # A line covers the `log_every` steps up to and including its own.
-    return np.where(steps - run.config["train"]["log_every"] >= run.warmup_steps, share, np.nan)
+    return np.where(np.isin(steps, [record["step"] for record in settled]), share, np.nan)
 
 
 def draw_cutoff_stability(data: Data) -> Figure:
@@ -231,8 +230,7 @@ def capacity(material: Material) -> Data:
     begin = max(run.warmup_steps for run in shown)
 
     def compute(run: Run) -> Data:
-        interval = run.config["train"]["log_every"]
-        train = [record for record in run.train if record["step"] - interval >= begin]
+        train = lines_after(run.train, begin)
         if len(train) < 2:
             raise NotShownError("it has not been trained beyond the longest warmup yet")
         values = {name: layer_series(train, name) for name in ("raw_usage", "saturation", "starvation")}
