@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from study import run_script
+from study import batches_of, run_script
 
-from expert_threshold.data import open_source, pack, windows
+from expert_threshold.data import open_source, pack
 from expert_threshold.runs import load_model
 
 SAMPLES = 10_000
@@ -31,9 +30,9 @@ def by_document(path: Path, data: str, most: int) -> np.ndarray:
     """Return the nats and the number of targets of each document, (2, documents)."""
     model, tokenizer = load_model(path)
     text = pack(open_source(data), tokenizer, "validation")
-    rows = list(islice(windows(text, model.config.context), most // model.config.context))
-    nats = torch.cat([model(row.tokens[None], row.targets[None]).token_losses[0].double() for row in rows])
-    document = torch.cat([row.targets for row in rows]).eq(tokenizer.bos).cumsum(0)
+    rows = batches_of(text, model.config.context, 1, most)
+    nats = torch.cat([model(*row).token_losses[0].double() for row in rows])
+    document = torch.cat([targets[0] for _, targets in rows]).eq(tokenizer.bos).cumsum(0)
     return torch.stack([torch.bincount(document, each) for each in (nats, torch.ones_like(nats))]).numpy()
 
 

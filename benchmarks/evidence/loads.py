@@ -12,34 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Iterable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from study import batches_of, busiest, drawn, over_documents, routed
 
-from expert_threshold.data import Loader, open_source, pack, windows
-from expert_threshold.model import GPT
+from expert_threshold.data import open_source, pack
 from expert_threshold.model.calibrate import calibrate
 from expert_threshold.routing.cutoffs import ByCutoff
 from expert_threshold.runs import RunFolder, load_model
-
-ROWS = 64  # in a batch
-
-
-@torch.no_grad()
-def measure(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, Tensor]:
-    """Return the worst layer's load of the busiest expert over the mean, and the loss of every token (tokens,)."""
-    loads, nats = [], []
-    for tokens, targets in batches:
-        output = model(tokens, targets, record=True)
-        loads.append(torch.stack([routing.assignment.sum((0, 1)) for routing in output.routings]))
-        nats.append(output.token_losses.double().flatten())
-    load = torch.stack(loads).sum(0).double()  # (layers, experts)
-    return float((load.amax(-1) / load.mean(-1)).max()), torch.cat(nats)
 
 
 def study(path: Path, most: int) -> dict[str, Any]:
@@ -48,26 +30,18 @@ def study(path: Path, most: int) -> dict[str, Any]:
     model, tokenizer = load_model(folder.path, compute_dtype=torch.bfloat16)
     source, context = open_source(folder.section("data")["source"]), model.config.context
     text = pack(source, tokenizer, "validation")
-    rows = list(windows(text, context))[: len(text) // context]  # of equal length
-    held_out = [(torch.stack([r.tokens for r in part]), torch.stack([r.targets for r in part]))
-                for part in (rows[i : i + ROWS] for i in range(0, len(rows), ROWS))]  # fmt: skip
-    parts = source.parts
-    training = pack(source, tokenizer, "train") if parts is None else parts("train", tokenizer)
-
-    def drawn(seed: int) -> Iterable[tuple[Tensor, Tensor]]:
-        return islice(Loader(training, ROWS, context, seed), math.ceil(most / (ROWS * context)))
-
-    load, before = measure(model, held_out)
-    found: dict[str, Any] = {"run": folder.path.name, "training": measure(model, drawn(1))[0], "validation": load}
+    held_out = batches_of(text, context, 64, len(text))
+    before, experts = routed(model, held_out)
+    training = busiest(routed(model, drawn(source, tokenizer, context, most, 1))[1])
+    found: dict[str, Any] = {"run": folder.path.name, "training": training, "validation": busiest(experts)}
     if isinstance(model.config.rule, ByCutoff):
-        calibrate(model, drawn(2))
-        load, after = measure(model, held_out)
-        document = torch.bucketize(torch.arange(len(before)), torch.as_tensor(text.offsets), right=True) - 1
-        counts = torch.bincount(document).double()
-        change = torch.bincount(document, (after - before)) - (after - before).mean() * counts
-        error = math.sqrt(float((change**2).sum())) / len(before)
-        found |= {"training, calibrated": measure(model, drawn(1))[0], "validation, calibrated": load}
-        found |= {"loss": float(before.mean()), "change": float((after - before).mean()), "error": error}
+        calibrate(model, drawn(source, tokenizer, context, most, 2))
+        after, experts = routed(model, held_out)
+        tokens = torch.cat([tokens.flatten() for tokens, _ in held_out])
+        change, error = over_documents(after - before, tokens, tokenizer.bos)
+        training = busiest(routed(model, drawn(source, tokenizer, context, most, 1))[1])
+        found |= {"training, calibrated": training, "validation, calibrated": busiest(experts)}
+        found |= {"loss": float(before.mean()), "change": change, "error": error}
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
 
 

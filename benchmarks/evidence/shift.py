@@ -15,19 +15,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from study import read
-from torch import Tensor
+from study import Batches, batches_of, busiest, drawn, read, routed
 
-from expert_threshold.data import Loader, open_source, pack, windows
+from expert_threshold.analysis.results import markdown
+from expert_threshold.data import open_source, pack
 from expert_threshold.model import GPT
 from expert_threshold.model.calibrate import calibrate
 from expert_threshold.runs import RunFolder, load_model
@@ -36,22 +34,10 @@ KINDS = ("frozen", "running", "recalibrated")
 CALIBRATION = 262_144  # tokens, the default of et calibrate
 
 
-@torch.no_grad()
-def measure(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], running: bool) -> dict[str, float]:
+def measure(model: GPT, batches: Batches, running: bool) -> dict[str, float]:
     """Return the fanout, the worst load and the loss over batches. running: whether to update cutoffs after each."""
-    rule = model.config.rule
-    assert rule is not None
-    pooled, routers = rule.calibration_rule(rule.experts_per_token), [moe.router for _, moe in model.moe_layers()]
-    loads, nats, tokens_seen = torch.zeros(len(routers), rule.num_experts, dtype=torch.float64), 0.0, 0
-    for tokens, targets in batches:
-        output = model(tokens, targets, record=True)
-        loads += torch.stack([routing.assignment.sum((0, 1)) for routing in output.routings])
-        nats += float(output.token_losses.double().sum())
-        tokens_seen += tokens.numel()
-        for router, routing in zip(routers, output.routings, strict=True) if running else ():
-            router.update(pooled.route(routing.scores, router.state, training=True).observation)
-    worst = float((loads.amax(-1) / loads.mean(-1)).max())
-    return {"fanout": float(loads.sum(-1).mean()) / tokens_seen, "load": worst, "loss": nats / tokens_seen}
+    nats, experts = routed(model, batches, running)
+    return {"fanout": float(experts.sum(-1).double().mean()), "load": busiest(experts), "loss": float(nats.mean())}
 
 
 def study(path: Path, texts: dict[str, tuple[str, str]], most: int) -> Iterable[dict[str, Any]]:
@@ -63,16 +49,9 @@ def study(path: Path, texts: dict[str, tuple[str, str]], most: int) -> Iterable[
         context, size = model.config.context, train["batch_size"]
         for name, (source, field) in {"C": (data["source"], data["text_field"]), **texts}.items():
             opened = open_source(source, field)
-            text = pack(opened, tokenizer, "validation")
-            rows = list(islice(windows(text, context), min(most, len(text)) // context))
-            batches = [
-                (torch.stack([row.tokens for row in part]), torch.stack([row.targets for row in part]))
-                for part in (rows[start : start + size] for start in range(0, len(rows), size))
-            ]
             if kind == "recalibrated":
-                parts = opened.parts
-                other = pack(opened, tokenizer, "train") if parts is None else parts("train", tokenizer)
-                calibrate(model, islice(Loader(other, 64, context, 0), math.ceil(CALIBRATION / (64 * context))))
+                calibrate(model, drawn(opened, tokenizer, context, CALIBRATION, 0))
+            batches = batches_of(pack(opened, tokenizer, "validation"), context, size, most)
             found = {key: round(value, 4) for key, value in measure(model, batches, kind == "running").items()}
             yield {"run": folder.path.name, "seed": train["seed"], "text": name, "cutoffs": kind, **found}
 
@@ -82,16 +61,15 @@ def table(records: list[dict[str, Any]]) -> str:
     cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for record in records:
         cells[record["text"], record["cutoffs"]].append(record)
-    lines = ["| text | cutoffs | experts per token | busiest load | loss | change, by seed |"]
-    lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
+    lines = []
     texts = dict.fromkeys(text for text, _ in cells)
     for text, kind in itertools.product(texts, KINDS):
         mine = cells[text, kind]
         changes = [each["loss"] - base["loss"] for each, base in zip(mine, cells[text, "frozen"], strict=True)]
         fanout, load, loss = (fmean(each[key] for each in mine) for key in ("fanout", "load", "loss"))
         shown = "" if kind == "frozen" else ", ".join(f"{change:+.3f}" for change in changes)
-        lines.append(f"| {text} | {kind} | {fanout:.2f} | {load:.2f} | {loss:.3f} | {shown} |")
-    return "\n".join(lines)
+        lines.append([text, kind, f"{fanout:.2f}", f"{load:.2f}", f"{loss:.3f}", shown])
+    return markdown(["text", "cutoffs", "experts per token", "busiest load", "loss", "change, by seed"], lines)
 
 
 def main() -> None:

@@ -1,28 +1,34 @@
-"""Runs of `et train quickstart` as records, one JSON line each in FOLDER/records.jsonl; no run is trained twice."""
+"""Runs of `et train quickstart` as records in FOLDER/records.jsonl, none trained twice, and measurements of runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import expert_threshold
 from expert_threshold.cli import main as et
 from expert_threshold.cli.run_options import parse_run, resolve_run
+from expert_threshold.data import Corpus, Loader, Tokenizer, Tokens, pack, windows
+from expert_threshold.model import GPT
 from expert_threshold.runs import RunFolder
 from expert_threshold.train.device import machine
 
 Record = dict[str, Any]
+Batches = Iterable[tuple[Tensor, Tensor]]  # of tokens and targets, (rows, context)
 
 
 def read(path: Path) -> list[Record]:
@@ -85,6 +91,50 @@ def worst_load(lines: list[Record]) -> float | None:
     """Return the worst layer's load, averaged over lines, or None if the model has no experts."""
     loads = [max(layer["load_spread"] for layer in line["layers"].values()) for line in lines if line["layers"]]
     return fmean(loads) if loads else None
+
+
+def batches_of(text: Tokens, context: int, rows: int, most: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the first `most` tokens of a text, as far as they fill rows, in batches of up to so many rows."""
+    found = [(row.tokens, row.targets) for row in islice(windows(text, context), min(most, len(text)) // context)]
+    parts = (found[start : start + rows] for start in range(0, len(found), rows))
+    return [
+        (torch.stack(tokens), torch.stack(targets)) for tokens, targets in (zip(*part, strict=True) for part in parts)
+    ]
+
+
+def drawn(source: Corpus, tokenizer: Tokenizer, context: int, most: int, seed: int) -> Batches:
+    """Return batches of 64 random rows of a source's training text, with at least `most` tokens in total."""
+    text = pack(source, tokenizer, "train") if source.parts is None else source.parts("train", tokenizer)
+    return islice(Loader(text, 64, context, seed), math.ceil(most / (64 * context)))
+
+
+@torch.no_grad()
+def routed(model: GPT, batches: Batches, running: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the loss of every token, (tokens,), and its experts in every layer, (layers, tokens, experts).
+
+    running: whether to update the rule's state after each batch, as in training.
+    """
+    nats, assignments, rule = [], [], model.config.rule
+    for tokens, targets in batches:
+        output = model(tokens, targets, record=True)
+        nats.append(output.token_losses.double().flatten())
+        assignments.append(torch.stack([routing.assignment.flatten(0, 1) for routing in output.routings]))
+        for (_, moe), routing in zip(model.moe_layers(), output.routings, strict=True) if running and rule else ():
+            pooled = rule.calibration_rule(rule.experts_per_token)
+            moe.router.update(pooled.route(routing.scores, moe.router.state, training=True).observation)
+    return torch.cat(nats), torch.cat(assignments, 1)
+
+
+def busiest(assignment: Tensor) -> float:
+    """Return the worst layer's load of the busiest expert over the mean."""
+    loads = assignment.sum(1).double()
+    return float((loads.amax(-1) / loads.mean(-1)).max())
+
+
+def over_documents(change: Tensor, tokens: Tensor, bos: int) -> tuple[float, float]:
+    """Return the mean change in the loss of tokens, (tokens,), and its standard error over documents."""
+    document, mean = tokens.eq(bos).cumsum(0), change.mean()
+    return float(mean), float(torch.bincount(document, change - mean).square().sum().sqrt()) / len(change)
 
 
 def parser(about: str | None, *, show: bool = True) -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from benchmarks.evidence import claims, critics, documents, frontier, ladder, power, shift, text
+from benchmarks.evidence.study import over_documents
 from torch import nn
 
 from cases import small_config
@@ -282,6 +283,12 @@ def test_intervals_cover_documents_and_pairs_alone_and_together() -> None:
     texts = documents.compare(np.array([[0.1, 0.0, 0.0, -0.1]] * 2), targets)
     assert texts["over_both"][0] < 0 < texts["over_both"][1]
     assert texts["pairs"][0] == {"difference": 0.0, "over_documents": texts["over_documents"]}
+
+
+def test_the_error_of_a_change_in_loss_is_that_of_whole_documents() -> None:
+    tokens = torch.tensor([9, 1, 9, 2])  # two documents
+    mean, error = over_documents(torch.tensor([1.0, 1.0, 3.0, 3.0], dtype=torch.float64), tokens, 9)
+    assert (mean, error) == (2, pytest.approx(8**0.5 / 4))
 
 
 def test_running_cutoffs_are_updated_after_each_batch_and_frozen_ones_never() -> None:
