@@ -24,7 +24,6 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from frontier import SHARED, SOFTMAX
@@ -43,6 +42,8 @@ RULES = {
     "token choice": f"--rule token_choice --rule.balance aux --rule.aux-strength 0.01 {SOFTMAX}",
     "quantile balancing": f"--rule quantile_balancing {SOFTMAX}",
 }
+TREND = {"expert threshold (trend)": f"{RULES['expert threshold']} --rule.estimator trend --rule.decay 0.6"}
+RIVALS = ("token choice", "quantile balancing")
 Rung = tuple[int, int]  # width and tokens
 D12 = (768, PAPER_TOKENS)
 
@@ -134,7 +135,7 @@ def methods_of(records: list[Record]) -> list[str]:
 
 def rivals(records: list[Record]) -> str:
     """Return a Markdown table of expert threshold's loss minus each rival's, over all their pairs of every rung."""
-    families = {rival: Gaps(records, "expert threshold", rival).by_rung.values() for rival in list(RULES)[2:]}
+    families = {rival: Gaps(records, "expert threshold", rival).by_rung.values() for rival in RIVALS}
     gaps = {rival: [gap for rung in rungs for gap in rung] for rival, rungs in families.items()}
     gaps = {rival: each for rival, each in gaps.items() if len(each) > 1}
     verdicts, lines = [corrected(list(gaps.values()), margin) for margin in (0.005, 0.01)], []
@@ -146,17 +147,17 @@ def rivals(records: list[Record]) -> str:
 
 
 def rates(records: list[Record]) -> str:
-    """Return a Markdown table of losses by learning rate of matrices, with a row per rung and method."""
+    """Return a Markdown table of losses by learning rate of matrices, with a row per rung, seed and method."""
     columns = sorted({each["matrix_lr"] for each in records})
-    losses: dict[tuple[Any, ...], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    losses: dict[tuple[int, int, int, str], dict[float, str]] = defaultdict(dict)
     for each in records:
-        key = each["width"], each["tokens"] // 1_000_000, each["method"]
-        losses[key][each["matrix_lr"]].append(each["loss"])
+        key = each["width"], each["tokens"] // 1_000_000, each["seed"], each["method"]
+        losses[key][each["matrix_lr"]] = f"{each['loss']:.4f}"
     lines = [
-        [f"{width}, {megatokens}M, {method}", *(", ".join(f"{loss:.4f}" for loss in row[rate]) for rate in columns)]
-        for (width, megatokens, method), row in sorted(losses.items())
+        [f"{width}, {megatokens}M, {seed}, {method}", *(row.get(rate, "") for rate in columns)]
+        for (width, megatokens, seed, method), row in sorted(losses.items())
     ]
-    return markdown(["width, tokens, method", *map(str, columns)], lines)
+    return markdown(["width, tokens, seed, method", *map(str, columns)], lines)
 
 
 def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
@@ -179,16 +180,9 @@ def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
                 for each in predictions:
                     if each["width"] == width and method in each["gap"]:
                         mean, low, high = each["gap"][method]
-                        panel.errorbar(
-                            each["tokens"] / 1e6 * (1.05 + 0.05 * number),
-                            mean,
-                            [[mean - low], [high - mean]],
-                            marker="_",
-                            color=colour,
-                            linewidth=1.0,
-                            capsize=3,
-                            label=f"predicted, width {width}",
-                        )
+                        x, ends = each["tokens"] / 1e6 * (1.05 + 0.05 * number), [[mean - low], [high - mean]]
+                        look = {"marker": "_", "color": colour, "linewidth": 1.0, "capsize": 3}
+                        panel.errorbar(x, mean, ends, **look, label=f"predicted, width {width}")
             panel.set(xscale="log", xlabel="training tokens, millions", title=f"{method} minus dense")
             ticks = sorted({tokens / 1e6 for _, tokens in gaps.by_rung})
             panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -207,7 +201,7 @@ def main() -> None:
     options.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
     options.add_argument("--megatokens", type=int, nargs="+", default=[2, 4, 8])
     options.add_argument("--seeds", type=int, nargs="+", default=[0])
-    options.add_argument("--methods", choices=RULES, nargs="+", default=["dense", "expert threshold"])
+    options.add_argument("--methods", choices=RULES | TREND, nargs="+", default=["dense", "expert threshold"])
     options.add_argument("--matrix-lr", type=float, nargs="+", default=[None], metavar="RATE")
     asked = options.parse_args()
     records = read((asked.out or asked.show) / "records.jsonl")
@@ -224,7 +218,7 @@ def main() -> None:
             asked.matrix_lr, asked.seeds, asked.megatokens, asked.widths, asked.methods
         ):
             run = {"method": method, "width": width, "tokens": megatokens * 1_000_000, "seed": seed}
-            given = f"{SHARED} --d-model {width} {RULES[method]}"
+            given = f"{SHARED} --d-model {width} {(RULES | TREND)[method]}"
             if rate:
                 run["matrix_lr"] = rate
                 given += f" --optim.matrix-lr {rate}"

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .model import TRUNKS
 from .optim import NANOCHAT, RELEASE, TUNED, OptimConfig
 from .routing import PAPER_STEPS, RULES, scaled_decay
@@ -125,31 +127,13 @@ class Reported(NamedTuple):
     train_cross_entropy: float | None = None  # at the end of training (section "Batch Size Scaling")
 
 
-class Rate(NamedTuple):
-    """A learning rate that falls with the length of a run, from `rate` at `first` steps to `last_rate` at `last` steps.
-
-    In between, it is a power of the number of steps, as found by sweeps at 4,096 tokens per step. It is constant for
-    shorter and longer runs, where nothing was measured.
-    """
-
-    rate: float
-    first: int
-    last_rate: float
-    last: int
-
-    def at(self, steps: int) -> float:
-        """Return the rate for a run of `steps`, rounded to two digits."""
-        share = math.log(min(max(steps, self.first), self.last) / self.first) / math.log(self.last / self.first)
-        return float(f"{self.rate * (self.last_rate / self.rate) ** share:.2g}")
-
-
 @dataclass(frozen=True)
 class Recipe:
     """A run from the paper, or a run with the settings of another project. Other options come from its preset.
 
     rule: the name of the rule and the options that differ from their defaults; a decay is meant for PAPER_STEPS. pool:
     the number of sequences whose tokens compete for an expert or over which load is measured; None means a whole
-    micro-batch on all ranks. rates: learning rates that depend on the length of the run.
+    micro-batch on all ranks. rates: learning rates that depend on the length of the run, keyed by number of steps.
     """
 
     summary: str
@@ -159,7 +143,7 @@ class Recipe:
     pool: int | None = None
     model: Options = field(default_factory=dict)
     optim: Options = field(default_factory=dict)
-    rates: Mapping[str, Rate] = field(default_factory=dict)
+    rates: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     def options_of_batch(self, batch_size: int, accumulation: int) -> Options:
         """Return options that divide a step of `batch_size * accumulation` sequences into micro-batches.
@@ -179,7 +163,7 @@ class Recipe:
         """
         longest = {"adamw_warmup_steps": steps // 10, "muon_warmup_steps": steps // 10, "momentum_warmup_steps": steps}
         scaled = {name: min(value, longest[name]) if name in longest else value for name, value in self.optim.items()}
-        return scaled | {name: rate.at(steps) for name, rate in self.rates.items()}
+        return scaled | {name: _rate(found, steps) for name, found in self.rates.items()}
 
     def options_of_rule(self, batch_size: int, context: int, steps: int) -> Options:
         """Return the rule for a run of `steps` with micro-batches of `batch_size` sequences of `context` tokens."""
@@ -191,6 +175,11 @@ class Recipe:
         if "decay" in options:
             options["decay"] = scaled_decay(options["decay"], steps)
         return options
+
+
+def _rate(found: Mapping[int, float], steps: int) -> float:
+    """Return a power law between the rates found for two numbers of steps, or the nearest rate, to two digits."""
+    return float(f"{np.exp(np.interp(math.log(steps), np.log([*found]), np.log([*found.values()]))):.2g}")
 
 
 PAPER = Recipe("the paper's model and optimizers", {"name": "expert_threshold"}, Reported(""), preset="")
@@ -303,6 +292,6 @@ RECIPES: dict[str, Recipe] = {
         Reported("docs/sweep.md"),
         model={"initialization": "nanochat", **TRUNKS["tuned"]},
         optim=_TUNED,
-        rates={"matrix_lr": Rate(0.06, 250, TUNED.matrix_lr, 1000)},
+        rates={"matrix_lr": {250: 0.06, 1000: 0.02, 4000: 0.007}},  # at 4,096 tokens per step
     ),
 }
