@@ -292,6 +292,6 @@ RECIPES: dict[str, Recipe] = {
         Reported("docs/sweep.md"),
         model={"initialization": "nanochat", **TRUNKS["tuned"]},
         optim=_TUNED,
-        rates={"matrix_lr": {250: 0.06, 1000: 0.02, 4000: 0.007}},  # at 4,096 tokens per step
+        rates={"matrix_lr": {250: 0.06, 1000: 0.02, 4000: 0.01}},  # at 4,096 tokens per step
     ),
 }

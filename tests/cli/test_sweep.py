@@ -264,13 +264,13 @@ def test_the_best_options_are_those_that_were_chosen_and_leave_out_what_a_rule_s
 
 
 def test_an_option_that_was_fixed_stays_fixed_in_a_run_of_another_length(tmp_path: Path) -> None:
-    """Regression: the preset has 0.017 at its own length and 0.06 at 250 steps; a rate fixed at 0.017 was lost."""
+    """Regression: the preset has 0.018 at its own length and 0.06 at 250 steps; a rate fixed at 0.018 was lost."""
     (tmp_path / "own.json").write_text('{"optim": {"head_lr": 0.008}}')
-    given = {"preset": "quickstart", "optim.matrix_lr": 0.017, "config": str(tmp_path / "own.json")}
+    given = {"preset": "quickstart", "optim.matrix_lr": 0.018, "config": str(tmp_path / "own.json")}
     best = recommended(given, ["optim.embed_lr=0.2..0.4:log"], {"optim.embed_lr": 0.3})
-    assert best["optim"] == {"matrix_lr": 0.017, "embed_lr": 0.3, "head_lr": 0.008}
+    assert best["optim"] == {"matrix_lr": 0.018, "embed_lr": 0.3, "head_lr": 0.008}
     (tmp_path / "best.json").write_text(json.dumps(best))
-    assert resolve_run({"config": str(tmp_path / "best.json"), "train.steps": 250}).optim.matrix_lr == 0.017
+    assert resolve_run({"config": str(tmp_path / "best.json"), "train.steps": 250}).optim.matrix_lr == 0.018
 
 
 def test_none_is_the_present_value_of_a_rate_that_follows_the_matrices() -> None:
