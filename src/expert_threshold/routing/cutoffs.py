@@ -66,7 +66,7 @@ def quantile(sketch: Tensor, usage: float) -> Tensor:
     return sketch[i] + (place - i) * (sketch[i + 1] - sketch[i])
 
 
-@torch.library.custom_op("expert_threshold::ascending", mutates_args=())
+@torch.library.custom_op(f"{__name__.replace('.', '_')}::ascending", mutates_args=())
 def _ascending(scores: Tensor) -> Tensor:
     """Return each expert's scores in ascending order. torch.compile treats this function as opaque."""
     if scores.device.type != "cpu":

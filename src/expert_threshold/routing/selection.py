@@ -66,7 +66,8 @@ def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | No
     return [Cut(*cut) for cut in zip(*found, strict=True)]
 
 
-@torch.library.custom_op("expert_threshold::kth_largest", mutates_args=())
+# An exported model has a copy of this file. An operator of the same name would replace ours, which then crashes.
+@torch.library.custom_op(f"{__name__.replace('.', '_')}::kth_largest", mutates_args=())
 def _kth_largest(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
     """Return the k-th largest scores and their indices, both (ks, pools, experts). This is opaque to torch.compile."""
     is_float32 = scores.dtype == torch.float32
