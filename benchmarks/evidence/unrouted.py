@@ -57,19 +57,12 @@ def measure(path: Path, most: int) -> dict[str, Any]:
         "documents": int(tokens.eq(tokenizer.bos).sum()),
         "without_expert": (fanouts == 0).double().mean(1).tolist(),
         "loss_by_layers_without": {
-            str(layers): {
-                "share": float((without == layers).double().mean()),
-                "loss": float(nats[without == layers].mean()),
-            }
-            for layers in range(len(fanouts) + 1)
+            str(layers): {"share": float(mine.double().mean()), "loss": float(nats[mine].mean())}
+            for layers, mine in enumerate(without == torch.arange(len(fanouts) + 1)[:, None])
         },
         "loss": float(nats.mean()),
         "fanout": fanouts.double().mean(1).tolist(),
-        "with_floor": {
-            "fanout": more.sum(-1).double().mean(1).tolist(),
-            "difference": difference,
-            "error": error,
-        },
+        "with_floor": {"fanout": more.sum(-1).double().mean(1).tolist(), "difference": difference, "error": error},
     }
 
 
