@@ -22,7 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 from frontier import FAMILIES, SHARED, SOFTMAX
-from ladder import RULES
+from ladder import RIVALS, RULES
 from study import Record, parser, read, record_run, run_script
 from torch import Tensor
 
@@ -132,9 +132,8 @@ def runs(question: str) -> Iterator[tuple[str, str, str, AbstractContextManager[
         for method in ("dense", "expert threshold"):
             yield method, "whole", RULES[method], nullcontext(), late
     else:
-        for method, options in (RULES | LOSS_FREE).items():
-            if method != "dense":
-                yield method, "", options, starved(STEPS // 4), usages
+        for method in ("expert threshold", *RIVALS, "loss-free"):
+            yield method, "", (RULES | LOSS_FREE)[method], starved(STEPS // 4), usages
 
 
 def differences(records: list[Record]) -> str:

@@ -39,10 +39,10 @@ from expert_threshold.recipes import PAPER_TOKENS
 RULES = {
     "dense": "--rule dense",
     "expert threshold": f"--rule expert_threshold {SOFTMAX}",
+    "expert threshold (trend)": f"--rule expert_threshold {SOFTMAX} --rule.estimator trend --rule.decay 0.6",
     "token choice": f"--rule token_choice --rule.balance aux --rule.aux-strength 0.01 {SOFTMAX}",
     "quantile balancing": f"--rule quantile_balancing {SOFTMAX}",
 }
-TREND = {"expert threshold (trend)": f"{RULES['expert threshold']} --rule.estimator trend --rule.decay 0.6"}
 RIVALS = ("token choice", "quantile balancing")
 Rung = tuple[int, int]  # width and tokens
 D12 = (768, PAPER_TOKENS)
@@ -201,7 +201,7 @@ def main() -> None:
     options.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
     options.add_argument("--megatokens", type=int, nargs="+", default=[2, 4, 8])
     options.add_argument("--seeds", type=int, nargs="+", default=[0])
-    options.add_argument("--methods", choices=RULES | TREND, nargs="+", default=["dense", "expert threshold"])
+    options.add_argument("--methods", choices=RULES, nargs="+", default=["dense", "expert threshold"])
     options.add_argument("--matrix-lr", type=float, nargs="+", default=[None], metavar="RATE")
     asked = options.parse_args()
     records = read((asked.out or asked.show) / "records.jsonl")
@@ -218,7 +218,7 @@ def main() -> None:
             asked.matrix_lr, asked.seeds, asked.megatokens, asked.widths, asked.methods
         ):
             run = {"method": method, "width": width, "tokens": megatokens * 1_000_000, "seed": seed}
-            given = f"{SHARED} --d-model {width} {(RULES | TREND)[method]}"
+            given = f"{SHARED} --d-model {width} {RULES[method]}"
             if rate:
                 run["matrix_lr"] = rate
                 given += f" --optim.matrix-lr {rate}"

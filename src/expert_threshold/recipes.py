@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -133,7 +132,7 @@ class Recipe:
 
     rule: the name of the rule and the options that differ from their defaults; a decay is meant for PAPER_STEPS. pool:
     the number of sequences whose tokens compete for an expert or over which load is measured; None means a whole
-    micro-batch on all ranks. rates: learning rates that depend on the length of the run, keyed by number of steps.
+    micro-batch on all ranks. rates: learning rates by number of steps, with power laws in between.
     """
 
     summary: str
@@ -163,7 +162,9 @@ class Recipe:
         """
         longest = {"adamw_warmup_steps": steps // 10, "muon_warmup_steps": steps // 10, "momentum_warmup_steps": steps}
         scaled = {name: min(value, longest[name]) if name in longest else value for name, value in self.optim.items()}
-        return scaled | {name: _rate(found, steps) for name, found in self.rates.items()}
+        logs = {name: np.log(list(found.items())).T for name, found in self.rates.items()}
+        rates = {name: np.exp(np.interp(np.log(steps), *found)) for name, found in logs.items()}
+        return scaled | {name: float(f"{rate:.2g}") for name, rate in rates.items()}
 
     def options_of_rule(self, batch_size: int, context: int, steps: int) -> Options:
         """Return the rule for a run of `steps` with micro-batches of `batch_size` sequences of `context` tokens."""
@@ -175,11 +176,6 @@ class Recipe:
         if "decay" in options:
             options["decay"] = scaled_decay(options["decay"], steps)
         return options
-
-
-def _rate(found: Mapping[int, float], steps: int) -> float:
-    """Return a power law between the rates found for two numbers of steps, or the nearest rate, to two digits."""
-    return float(f"{np.exp(np.interp(math.log(steps), np.log([*found]), np.log([*found.values()]))):.2g}")
 
 
 PAPER = Recipe("the paper's model and optimizers", {"name": "expert_threshold"}, Reported(""), preset="")

@@ -22,7 +22,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     rows = [[LONG, *map(str, range(8))], ["other", *map(str, range(8))]]
     wide = table(["method", *(f"a column number {n}" for n in range(8))], rows, "Numbers")
     (folder / "page.html").write_text(page("Page", [f"<h1>{LONG}</h1>", wide, exhibits("Figures", [drawn])]))
-    with open_page(folder / "profile") as tab:
+    with open_page() as tab:
         tab.resize(1200, 900)
         tab.go((folder / "page.html").as_uri())
         tab.until("document.readyState === 'complete' && document.querySelector('.scales button')")
@@ -61,4 +61,4 @@ def test_no_page_scrolls_sideways_and_wide_screens_show_every_column(tab: Page, 
     assert tab.run("document.documentElement.scrollWidth") == width
     if width > 390:
         assert tab.run("(box => box.scrollWidth <= box.clientWidth)(document.querySelector('.scroll'))")
-    assert not tab.complaints()
+    assert not tab.complaints

@@ -473,7 +473,8 @@ def test_a_model_is_pushed_with_its_code(folder: Path, tmp_path: Path, monkeypat
 
 @torch.no_grad()
 def test_each_folder_in_one_process_has_its_own_code(exported: Folder, tmp_path: Path) -> None:
-    folders = [exported(name) for name in ("paper's, token_choice", DEFAULT, "paper's, foreign", "dense")]
+    """Regression: a second folder's operators had the names of the first's, whose next call crashed."""
+    folders = [exported(name) for name in ("paper's, token_choice", DEFAULT, "trend", "paper's, foreign", "dense")]
     program = f"""
         import torch
         from transformers import AutoModelForCausalLM
@@ -481,6 +482,10 @@ def test_each_folder_in_one_process_has_its_own_code(exported: Folder, tmp_path:
             model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
             assert f".{{name}}." in type(model).__module__, type(model)
             torch.save(model(torch.arange(40)[None]).logits, f"{{name}}.pt")
+        from torch._library.custom_ops import CustomOpDef
+        every = [each for module in sys.modules.values() if module for each in vars(module).values()]
+        operators = {{each for each in every if isinstance(each, CustomOpDef)}}
+        assert len(operators) == len({{each._qualname for each in operators}}) > 2, operators
     """
     for folder in folders:
         shutil.copytree(folder, tmp_path / folder.name)

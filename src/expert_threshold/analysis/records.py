@@ -234,7 +234,7 @@ def mean_loss(train: Sequence[Record], share: float, until: int) -> float | None
     Lines of the log are weighted by the steps they cover, and count only if all of these are in the range. Otherwise
     the earlier, higher losses of a long line would enter, and the mean would depend on --log-every.
     """
-    late = [r for r in train if math.floor(share * until) <= r["step"] - r["steps"] and r["step"] <= until]
+    late = [record for record in lines_after(train, math.floor(share * until)) if record["step"] <= until]
     steps = sum(record["steps"] for record in late)
     mean = sum(_number(record["cross_entropy"]) * record["steps"] for record in late) / steps if steps else math.nan
     return mean if math.isfinite(mean) else None

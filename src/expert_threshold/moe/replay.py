@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ..routing import Observation, Routing, Rule, rule_to_dict
 from ..routing.gates import Gated
@@ -108,14 +109,11 @@ def replay(model: nn.Module, captures: Sequence[Capture]) -> Iterator[None]:
     more tokens.
     """
     found = routers(model)
-    longest = max(len(capture.tokens) for capture in captures)
     rules = [router.rule for router in found]
     try:
         for layer, router in enumerate(found):
-            own, device = router.rule, router.weight.device
-            assignment = torch.zeros(len(captures), longest, own.num_experts, dtype=torch.bool, device=device)
-            for row, capture in zip(assignment, captures, strict=True):
-                row[: len(capture.tokens)] = capture.assignment[layer]
+            own, rows = router.rule, [capture.assignment[layer] for capture in captures]
+            assignment = pad_sequence(rows, batch_first=True).to(router.weight.device)
             router.rule = _Replayed(
                 num_experts=own.num_experts, experts_per_token=own.experts_per_token, rule=own, assignment=assignment
             )
