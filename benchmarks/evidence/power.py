@@ -17,9 +17,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from hashlib import sha256
 from operator import itemgetter
 from statistics import fmean, stdev, variance
+from typing import Any
+from unittest.mock import patch
 
 import frontier
 import torch
@@ -28,10 +31,11 @@ from study import Record, parser, read, record_run, run_script
 
 from expert_threshold.analysis.results import markdown
 from expert_threshold.config import run_config
-from expert_threshold.data import open_source, pack
+from expert_threshold.data import Loader, Tokens, open_source, pack
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT
 from expert_threshold.runs import RunFolder, load_model
+from expert_threshold.train import prepare
 
 FIRST, SECOND = "expert_threshold", "token_choice"
 METHODS = {FIRST: RULES["expert threshold"], SECOND: RULES["token choice"], "dense": RULES["dense"]}
@@ -39,6 +43,8 @@ VARIANTS = {
     "usual": "",
     "to_zero": "--optim.min-lr-ratio 0",
     "half_batches": "--batch-size 4",
+    "one_start": "",  # every seed begins with seed 0's weights
+    "one_order": "",  # every seed reads the text in seed 0's order
 }  # ways to use the tokens
 SHARED = f"{frontier.SHARED} --train.keep-checkpoints 5"
 LOSSES = {
@@ -50,11 +56,25 @@ LOSSES = {
 key = itemgetter("variant", "method", "tokens", "seed")
 
 
+def half_seeded(variant: str) -> AbstractContextManager[object]:
+    """Return a context in which runs of any seed have the weights or the order of seed 0, if the variant says so."""
+
+    def start(*given: Any, **named: Any) -> GPT:
+        torch.manual_seed(0)
+        return GPT(*given, **named)
+
+    def order(text: Tokens, rows: int, context: int, seed: int, *given: Any, **named: Any) -> Loader:
+        return Loader(text, rows, context, 0, *given, **named)
+
+    changes = {"one_start": {"GPT": start}, "one_order": {"Loader": order}}
+    return patch.multiple(prepare, **changes.get(variant, {"GPT": GPT}))
+
+
 def initial_weights(folder: RunFolder) -> str:
     """Return the start of the hash of the weights with which a run begins."""
     config = run_config(folder.config)
     torch.manual_seed(config.train.seed)
-    weights = b"".join(weight.detach().numpy().tobytes() for weight in GPT(config.model).parameters())
+    weights = b"".join(weight.detach().numpy().tobytes() for weight in prepare.GPT(config.model).parameters())
     return sha256(weights).hexdigest()[:16]
 
 
@@ -108,7 +128,8 @@ def main() -> None:
     for megatokens, seed, method in itertools.product(asked.megatokens, range(asked.seeds), asked.methods):
         run = {"variant": asked.variant, "method": method, "tokens": int(1e6 * megatokens), "seed": seed}
         options = f"{SHARED} {METHODS[method]} {VARIANTS[asked.variant]}"
-        record_run(run, options, asked.data, asked.out, 40, measure)
+        with half_seeded(asked.variant):
+            record_run(run, options, asked.data, asked.out, 40, measure)
     print(table(read(asked.out / "records.jsonl")))
 
 

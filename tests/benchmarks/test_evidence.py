@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -95,9 +95,33 @@ SMALL = (
 )
 
 
-def study(monkeypatch: pytest.MonkeyPatch, data: Path, out: Path, seeds: int = 2) -> list[dict[str, Any]]:
+def watch(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Batch], Callable[[Loader], Batch]]:
+    """Return a list to which every batch that a loader gives is added, and the function that adds it."""
+    batches: list[Batch] = []
+    following = Loader.__next__
+
+    def watched(loader: Loader) -> Batch:
+        batches.append(following(loader))
+        return batches[-1]
+
+    monkeypatch.setattr(Loader, "__next__", watched)
+    return batches, watched
+
+
+def study(monkeypatch: pytest.MonkeyPatch, data: Path, out: Path, seeds: int = 2, *more: str) -> list[dict[str, Any]]:
     """Make what is left of the runs, of 12 steps each, and return their records."""
-    command = ["power", "--data", str(data), "--out", str(out), "--megatokens", "0.000768", "--seeds", str(seeds)]
+    command = [
+        "power",
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--megatokens",
+        "0.000768",
+        "--seeds",
+        str(seeds),
+        *more,
+    ]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(power, "SHARED", power.SHARED.replace("--eval-tokens 400000", SMALL))
     threads = torch.get_num_threads()
@@ -115,14 +139,7 @@ def recorded(out: Path) -> list[dict[str, Any]]:
 def test_a_study_pairs_its_runs_repeats_none_and_resumes_an_interrupted_one(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches: list[Batch] = []
-    following = Loader.__next__
-
-    def watched(loader: Loader) -> Batch:
-        batches.append(following(loader))
-        return batches[-1]
-
-    monkeypatch.setattr(Loader, "__next__", watched)
+    batches, watched = watch(monkeypatch)
     records = study(monkeypatch, built / "tokens", tmp_path / "whole")
     assert [(r["seed"], r["method"]) for r in records] == [(s, m) for s in (0, 1) for m in (power.FIRST, power.SECOND)]
     weights, tokens = [r["initial_weights"] for r in records], [batch.tokens for batch in batches]
@@ -156,6 +173,17 @@ def test_a_study_pairs_its_runs_repeats_none_and_resumes_an_interrupted_one(
     assert [r["resumed"] for r in again] == [False, True]
     same = ("loss", "late", "averaged", "load_training", "load_validation")
     assert [{name: r[name] for name in same} for r in again] == [{name: r[name] for name in same} for r in records[:2]]
+
+
+@pytest.mark.parametrize("variant", ["one_start", "one_order"])
+def test_seeds_can_share_their_first_weights_or_their_order(
+    variant: str, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, _ = watch(monkeypatch)
+    first, second = study(monkeypatch, built / "tokens", tmp_path, 2, "--methods", power.FIRST, "--variant", variant)
+    assert (first["initial_weights"] == second["initial_weights"]) == (variant == "one_start")
+    tokens = torch.stack([batch.tokens for batch in batches])
+    assert torch.equal(tokens[:12], tokens[12:]) == (variant == "one_order")
 
 
 def test_a_setting_of_the_frontier_is_recorded_once(
