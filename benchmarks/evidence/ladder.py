@@ -6,13 +6,13 @@
     python benchmarks/evidence/ladder.py --data FOLDER/tokens --out FOLDER --matrix-lr 0.01 0.04 [--widths …] …
 
 Each rung is a width of `et train quickstart` and a number of tokens with its own schedule. Under one seed, the methods
-see the same tokens in the same order. The gap, a method's loss minus dense's, is fitted as g₀ + a·log₂ tokens +
-b·log₂ parameters over all pairs. A prediction leaves out the pairs of its own rung; its 95 % interval is for the mean
-gap of as many pairs as `--seeds`, from 10,000 bootstrap samples of the residuals. FOLDER/records.jsonl holds one JSON
-line per finished run. If the command is repeated, it skips these runs and resumes an interrupted one. test.jsonl holds
-the runs' losses on the test part, as `et evaluate RUN… --data TEST --eval-tokens 400000 --json` gives them, where TEST
-is a folder with linux/test/test.parquet and any other Parquet file, which makes all test documents held-out text.
-rates.jsonl holds the records of runs with other learning rates of matrices than the preset's.
+see the same tokens in the same order. The gap, a method's loss minus dense's, is fitted as g₀ + a·log₂ tokens + b·log₂
+parameters + an effect of the seed. A prediction leaves out the pairs of its own rung; its 95 % interval is for the mean
+gap of as many new pairs as `--seeds`, from 10,000 bootstrap samples of residuals and seeds. FOLDER/records.jsonl holds
+one JSON line per finished run. If the command is repeated, it skips these runs and resumes an interrupted one.
+test.jsonl holds the runs' losses on the test part, as `et evaluate RUN… --data TEST --eval-tokens 400000 --json` gives
+them, where TEST is a folder with linux/test/test.parquet and any other Parquet file, which makes all test documents
+held-out text. rates.jsonl holds the records of runs with other learning rates of matrices than the preset's.
 """
 
 from __future__ import annotations
@@ -56,37 +56,67 @@ def dense_parameters(width: int) -> int:
 
 
 class Gaps:
-    """The gaps of one method to another, by rung, and their fit over log₂ tokens and log₂ dense parameters."""
+    """The gaps of one method to another, by rung and seed, and their fit over log₂ tokens and log₂ dense parameters."""
 
     def __init__(self, records: list[Record], method: str, baseline: str = "dense") -> None:
         of = {(each["method"], each["width"], each["tokens"], each["seed"]): each for each in records}
-        self.by_rung: dict[Rung, list[float]] = defaultdict(list)
+        self.by_rung: dict[Rung, dict[int, float]] = defaultdict(dict)
         for (name, width, tokens, seed), base in sorted(of.items()):
             other = of.get((method, width, tokens, seed))
             if name == baseline and other:
                 if base["corpus"] != other["corpus"]:
                     raise ValueError(f"width {width}, {tokens} tokens, seed {seed}: the pair's texts differ")
-                self.by_rung[width, tokens].append(other["loss"] - base["loss"])
+                self.by_rung[width, tokens][seed] = other["loss"] - base["loss"]
+
+    @property
+    def by_seed(self) -> dict[int, list[float]]:
+        """The gaps on all rungs of each seed."""
+        found: dict[int, list[float]] = defaultdict(list)
+        for rung in self.by_rung.values():
+            for seed, gap in rung.items():
+                found[seed].append(gap)
+        return found
 
     @staticmethod
     def row(rung: Rung) -> list[float]:
-        """Return the factors of g₀, a and b, so that the coefficients refer to 2M tokens and a million parameters."""
+        """Return the factors of a and b, so that g₀ refers to 2M tokens and a million parameters."""
         width, tokens = rung
-        return [1.0, math.log2(tokens / 2e6), math.log2(dense_parameters(width) / 1e6)]
+        return [math.log2(tokens / 2e6), math.log2(dense_parameters(width) / 1e6)]
 
     def bootstrap(self, rung: Rung, pairs: int, without: Rung | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return samples of the coefficients and of the mean gap of new pairs on a rung."""
-        data = [(self.row(each), gap) for each, gaps in self.by_rung.items() if each != without for gap in gaps]
-        design, gaps = (np.array(part) for part in zip(*data, strict=True))
+        """Return samples of g₀, a and b, and of the mean gap of pairs with new seeds on a rung.
+
+        Gaps of one seed are alike on different rungs, so the fit has an effect of each seed, whose mean is g₀. Samples
+        draw residuals and, with the variance that remains without the residuals', effects.
+        """
+        data = [
+            (self.row(each), seed, gap)
+            for each, gaps in self.by_rung.items()
+            if each != without
+            for seed, gap in gaps.items()
+        ]
+        rows, seeds, gaps = (np.array(part) for part in zip(*data, strict=True))
+        member = (seeds[:, None] == np.unique(seeds)).astype(float)
+        design = np.hstack([rows, member])
         free = len(gaps) - np.linalg.matrix_rank(design)
+        count, random = member.shape[1], np.random.default_rng(0)
         if free < 2 or np.linalg.matrix_rank(design) < design.shape[1]:
-            raise ValueError(f"{len(gaps)} pairs are too few for the fit: it needs five, at two widths and two lengths")
-        inverse, random = np.linalg.pinv(design), np.random.default_rng(0)
-        fit = inverse @ gaps
-        residuals = (gaps - design @ fit) * math.sqrt(len(gaps) / free)
-        coefficients = (design @ fit + random.choice(residuals, (10_000, len(gaps)))) @ inverse.T
-        new = random.choice(residuals, (10_000, pairs)).mean(1)
-        return coefficients, coefficients @ np.array(self.row(rung)) + new
+            raise ValueError(
+                f"{len(gaps)} pairs of {count} seeds are too few for the fit: "
+                f"it needs {count + 4}, at two widths and two lengths"
+            )
+        inverse = np.linalg.pinv(design)
+        slopes, effects = np.split(inverse @ gaps, [2])
+        residuals = (gaps - design @ np.r_[slopes, effects]) * math.sqrt(len(gaps) / free)
+        spread = effects - effects.mean()
+        if spread.any():  # what residuals add to the variance of effects is taken away
+            added = residuals.var() * ((inverse[2:] - inverse[2:].mean(0)) ** 2).sum() / (count - 1)
+            spread *= math.sqrt(max(0.0, spread.var(ddof=1) - added) / spread.var())
+        new = random.choice(spread, (10_000, count)) @ member.T + random.choice(residuals, (10_000, len(gaps)))
+        samples = (rows @ slopes + effects.mean() + new) @ inverse.T
+        coefficients = np.column_stack([samples[:, 2:].mean(1), samples[:, :2]])
+        pair = (random.choice(spread, (10_000, pairs)) + random.choice(residuals, (10_000, pairs))).mean(1)
+        return coefficients, coefficients @ np.array([1.0, *self.row(rung)]) + pair
 
 
 def interval(samples: np.ndarray) -> list[float]:
@@ -123,7 +153,7 @@ def table(records: list[Record]) -> str:
             dense[each["width"], each["tokens"]].append(each["loss"])
     lines = []
     for (width, tokens), losses in sorted(dense.items()):
-        words = [", ".join(f"{gap:+.4f}" for gap in each.get((width, tokens), ())) for each in gaps]
+        words = [", ".join(f"{gap:+.4f}" for gap in each.get((width, tokens), {}).values()) for each in gaps]
         lines.append([f"{width}", f"{tokens / 1e6:g}M", f"{fmean(losses):.4f}", *words])
     return markdown(["width", "tokens", "dense", *methods], lines)
 
@@ -134,15 +164,27 @@ def methods_of(records: list[Record]) -> list[str]:
 
 
 def rivals(records: list[Record]) -> str:
-    """Return a Markdown table of expert threshold's loss minus each rival's, over all their pairs of every rung."""
-    families = {rival: Gaps(records, "expert threshold", rival).by_rung.values() for rival in RIVALS}
-    gaps = {rival: [gap for rung in rungs for gap in rung] for rival, rungs in families.items()}
-    gaps = {rival: each for rival, each in gaps.items() if len(each) > 1}
-    verdicts, lines = [corrected(list(gaps.values()), margin) for margin in (0.005, 0.01)], []
-    for (rival, each), *judged in zip(gaps.items(), *verdicts, strict=True):
-        found, words = paired(each, 0.01), [one.verdict for one in judged]
-        lines.append([rival, f"{len(each)}", f"{found.mean:+.4f}", f"{found.low:+.4f} to {found.high:+.4f}", *words])
-    head = ["rival", "pairs", "expert threshold minus rival", "95 % interval", "verdict, margin 0.005", "0.01"]
+    """Return a Markdown table of expert threshold's loss minus each rival's.
+
+    Differences are averaged over the rungs of a seed, since those are alike. Intervals and verdicts are over seeds.
+    """
+    seeds = {rival: list(Gaps(records, "expert threshold", rival).by_seed.values()) for rival in RIVALS}
+    seeds = {rival: each for rival, each in seeds.items() if len(each) > 1}
+    means = [[fmean(gaps) for gaps in each] for each in seeds.values()]
+    verdicts, lines = [corrected(means, margin) for margin in (0.005, 0.01)], []
+    for (rival, each), of_seeds, *judged in zip(seeds.items(), means, *verdicts, strict=True):
+        found, words = paired(of_seeds, 0.01), [one.verdict for one in judged]
+        counts = [f"{sum(map(len, each))}", f"{len(each)}"]
+        lines.append([rival, *counts, f"{found.mean:+.4f}", f"{found.low:+.4f} to {found.high:+.4f}", *words])
+    head = [
+        "rival",
+        "pairs",
+        "seeds",
+        "expert threshold minus rival",
+        "95 % interval",
+        "corrected, margin 0.005",
+        "0.01",
+    ]
     return markdown(head, lines)
 
 
@@ -172,7 +214,9 @@ def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
             gaps = Gaps(records, method)
             panel.axhline(0, color=INK, linewidth=0.8)
             for number, width in enumerate(sorted({rung[0] for rung in gaps.by_rung})):
-                mine = sorted((rung[1] / 1e6, values) for rung, values in gaps.by_rung.items() if rung[0] == width)
+                mine = sorted(
+                    (rung[1] / 1e6, list(pairs.values())) for rung, pairs in gaps.by_rung.items() if rung[0] == width
+                )
                 colour = METHODS[number]
                 panel.plot([x for x, _ in mine], [fmean(values) for _, values in mine], color=colour, linewidth=1.0)
                 points = [(x, value) for x, values in mine for value in values]

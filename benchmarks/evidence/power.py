@@ -15,7 +15,6 @@ error; seeds is the number of seeds needed for a 95 % interval of ± 0.01.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from contextlib import AbstractContextManager
 from hashlib import sha256
@@ -30,6 +29,7 @@ from ladder import RULES
 from study import Record, parser, read, record_run, run_script
 
 from expert_threshold.analysis.results import markdown
+from expert_threshold.compare.paired import student
 from expert_threshold.config import run_config
 from expert_threshold.data import Loader, Tokens, open_source, pack
 from expert_threshold.evaluation import evaluate
@@ -111,7 +111,8 @@ def table(records: list[Record]) -> str:
             sides = [[loss(record) for record in side] for side in zip(*pairs, strict=True)]
             differences = [a - b for a, b in zip(*sides, strict=True)]
             scatter, alone = stdev(differences), fmean(map(variance, sides)) ** 0.5
-            error, seeds = scatter / (2 * len(pairs) - 2) ** 0.5, math.ceil((1.96 * scatter / 0.01) ** 2)
+            error = scatter / (2 * len(pairs) - 2) ** 0.5
+            seeds = next(n for n in itertools.count(2) if student(0.95, n - 1) * scatter <= 0.01 * n**0.5)
             row = [f"{tokens / 1e6:g}M", variant, name, f"{len(pairs)}", f"{fmean(differences):+.4f}"]
             lines.append([*row, f"{scatter:.4f} ± {error:.4f}", f"{seeds}", f"{alone:.4f}"])
     head = ["tokens", "variant", "loss at", "pairs", "mean difference", "scatter", "seeds", "scatter of one method"]

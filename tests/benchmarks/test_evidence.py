@@ -209,7 +209,7 @@ def records_of(differences: list[float]) -> Iterator[dict[str, Any]]:
 
 def test_the_scatter_is_that_of_paired_differences_and_unequal_runs_are_no_pair() -> None:
     records = list(records_of([-0.01, 0.0, 0.01, 0.02]))
-    assert "| 1M | usual | the end | 4 | +0.0050 | 0.0129 ± 0.0053 | 7 | 1.2" in power.table(records)
+    assert "| 1M | usual | the end | 4 | +0.0050 | 0.0129 ± 0.0053 | 9 | 1.2" in power.table(records)
     with pytest.raises(ValueError, match="text or commit differ"):
         power.table([records[0] | {"initial_weights": "another"}, *records[1:]])
 
@@ -231,11 +231,9 @@ def test_settings_are_compared_as_if_each_had_every_seed() -> None:
         ("expert threshold", 1, 2),
     ]
     assert [cell.loss for cell in found] == pytest.approx([2.35, 2.25, 2.15])  # at the mean of both seeds
-    assert found[0].error is None  # nothing is left to estimate it from
-    more = frontier.cells([*records, records[0] | {"seed": 1, "loss": 2.42}])
-    assert more[0].error == pytest.approx(0.01 / 2**0.5)  # one degree of freedom, for residuals of ±0.005 four times
-    assert all(cell.error is not None and more[0].error <= cell.error < 0.02 for cell in more)
-    assert "| dense |  | 2 |" in frontier.table(more)
+    assert found[1].error == pytest.approx(frontier.SCATTER / 2**0.5)  # its mean is over both seeds
+    assert [found[0].error, found[2].error] == pytest.approx([frontier.SCATTER * 1.5**0.5] * 2)
+    assert "| dense |  | 1 |" in frontier.table(found)
     with pytest.raises(ValueError, match="differ"):
         frontier.cells([*records, records[0] | {"tokens": 2}])
 
@@ -275,6 +273,32 @@ def test_a_gap_is_predicted_by_its_law_without_a_look_at_the_rung_itself() -> No
         ladder.predict([run for run in runs if run["width"] == 64], (64, 8_000_000), 1)
 
 
+def test_an_effect_of_seeds_widens_the_prediction_of_a_gap_but_not_the_interval_of_its_slopes() -> None:
+    random = np.random.default_rng(0)
+    runs = [
+        {"method": method, "width": width, "tokens": tokens * 1_000_000, "seed": seed, "corpus": "c"}
+        | {"loss": 2.0 if method == "dense" else 2.0 - 0.01 * tokens.bit_length() + effect + random.normal(0, 1e-3)}
+        for seed, effect in enumerate((-0.03, 0.0, 0.03))
+        for width in (64, 128)
+        for tokens in (2, 4, 8)
+        for method in ("dense", "expert threshold")
+    ]
+    found = ladder.predict(runs, (256, 16_000_000), 1)
+    (mean, low, high), slope = found["gap"]["expert threshold"], found["coefficients"]["expert threshold"]["a"]
+    assert low < mean - 0.03 < mean + 0.03 < high
+    assert slope == pytest.approx([-0.01] * 3, abs=1e-3)
+
+
+def test_rivals_are_compared_over_seeds_not_over_runs() -> None:
+    runs = [
+        {"method": method, "width": 64, "tokens": tokens, "seed": seed, "corpus": "c", "loss": 2.0 - gain}
+        for seed, gains in enumerate(((0.01, 0.03), (0.04, 0.06), (0.02, 0.02)))
+        for tokens, gain in zip((2_000_000, 4_000_000), gains, strict=True)
+        for method, gain in (("expert threshold", gain), ("token choice", 0.0))
+    ]
+    assert "| token choice | 6 | 3 | -0.0300 | -0.0730 to +0.0130 | open | open |" in ladder.rivals(runs)
+
+
 def test_muon_in_blocks_updates_a_dense_layer_like_a_stack_of_two_experts() -> None:
     torch.manual_seed(0)
     weights, grads = ([torch.randn(shape) for shape in ((16, 4), (4, 16))] for _ in range(2))
@@ -302,15 +326,16 @@ def test_a_starved_expert_gets_lower_scores_after_so_many_updates() -> None:
 
 def test_intervals_cover_documents_and_pairs_alone_and_together() -> None:
     targets = np.array([10, 20, 30, 40])
-    same = documents.compare(-0.01 * np.stack([targets, targets]), targets)
+    same = documents.compare(-0.01 * np.stack([targets] * 5), targets)
     assert same["difference"] == -0.01
     assert same["over_documents"] == same["over_both"] == [-0.01, -0.01]
-    pairs = documents.compare(np.array([[-0.01], [-0.03]]) * targets, targets)
+    pairs = documents.compare(np.array([[-0.01], [-0.03]] * 3) * targets, targets)
     assert pairs["over_documents"] == pytest.approx([-0.02, -0.02])
-    assert pairs["over_both"] == pytest.approx([-0.03, -0.01])
-    texts = documents.compare(np.array([[0.1, 0.0, 0.0, -0.1]] * 2), targets)
+    assert pairs["over_both"] == pytest.approx([-0.0283, -0.0117], abs=0.002)
+    texts = documents.compare(np.array([[0.1, 0.0, 0.0, -0.1]] * 5), targets)
     assert texts["over_both"][0] < 0 < texts["over_both"][1]
     assert texts["pairs"][0] == {"difference": 0.0, "over_documents": texts["over_documents"]}
+    assert "over_both" not in documents.compare(np.zeros((4, 4)), targets)
 
 
 def test_the_error_of_a_change_in_loss_is_that_of_whole_documents() -> None:
