@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,8 +74,8 @@ def test_active_parameters_exclude_the_experts_that_a_token_skips(rule: Rule | N
     counts = parameter_counts(model.config)
     assert counts["active"] == sum(p.numel() for p in model.parameters()) - idle
     products = counts["active"] - VOCAB * 32
-    assert flops_per_token(model.config, context=9) == 6 * products + 3 * 3 * 4 * 32 * 5  # 5 keys on average
-    assert flops_per_token(model.config) == flops_per_token(model.config, context=CONTEXT)
+    config = replace(model.config, context=9)
+    assert flops_per_token(config) == 6 * products + 3 * 3 * 4 * 32 * 5  # 5 keys on average
 
 
 @pytest.mark.parametrize(("dense_layers", "expected"), [(0, [0, 1, 2]), (1, [1, 2]), (3, [])])
@@ -134,16 +135,6 @@ def test_a_model_that_left_the_meta_device_equals_one_built_directly(rule: Rule 
     for (name, found), expected in zip(model.state_dict().items(), direct.state_dict().values(), strict=True):
         assert torch.equal(found, expected), name
         assert found.dtype == expected.dtype
-
-
-def test_the_same_generator_draws_the_same_weights_and_leaves_the_global_one_alone() -> None:
-    first, second = GPT(small(TokenChoice(4, 2))), GPT(small(TokenChoice(4, 2)))
-    before = torch.get_rng_state()
-    for model in (first, second):
-        model.init_weights(torch.Generator().manual_seed(3))
-    assert torch.equal(torch.get_rng_state(), before)
-    for found, expected in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(found, expected)
 
 
 def starts(part: str, d_out: int, d_in: int, initialization: str) -> tuple[float, float]:

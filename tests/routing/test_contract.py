@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +39,6 @@ CASES: dict[str, Rule] = {
 }
 SCORES_OF_EXPERTS = {name: rule for name, rule in CASES.items() if rule.num_scores == EXPERTS}
 BY_CUTOFF = {name: rule for name, rule in SCORES_OF_EXPERTS.items() if isinstance(rule, ByCutoff)}
-EXPERT_CHOICE = {name: rule for name, rule in BY_CUTOFF.items() if isinstance(rule, ExpertChoice)}
 
 
 def each(cases: dict[str, Rule]) -> pytest.MarkDecorator:
@@ -147,22 +145,6 @@ def test_max_pairs_is_exact_for_token_choice_and_none_without_a_bound() -> None:
     assert ExpertThreshold(8).max_pairs(10, training=True, ranks=2) is None  # one rank's may be all of the pool's
     assert ExpertThreshold(8, pool="batch").max_pairs(10, training=True, ranks=2) == 15
     assert ExpertThreshold(4, 3, capacity_slack=0.5).max_pairs(10, training=True) == 40  # no more than there are
-
-
-# Causality and independence
-
-
-@each({name: rule for name, rule in EXPERT_CHOICE.items() if rule.experts_per_token < EXPERTS})
-def test_expert_choice_in_training_is_not_causal(rule: Rule) -> None:
-    """This is the negative control of the causality check in PROPERTIES."""
-    scores, others = make_scores(rule), make_scores(rule, 7)
-    before = rule.route(scores, train(rule), training=True).assignment
-    seen = []
-    for position, shift in itertools.product((1, TIME // 2, TIME - 1), (-2, 2)):
-        changed = torch.cat((scores[:, :position], others[:, position:] + shift), 1)
-        after = rule.route(changed, train(rule), training=True).assignment
-        seen.append(not torch.equal(before[:, :position], after[:, :position]))
-    assert any(seen)
 
 
 # Gradients

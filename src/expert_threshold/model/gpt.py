@@ -217,7 +217,7 @@ _NORMAL: dict[Initialization, dict[str, float]] = {
 }
 
 
-def _draw(part: str, weight: Tensor, initialization: Initialization, generator: torch.Generator | None) -> None:
+def _draw(part: str, weight: Tensor, initialization: Initialization) -> None:
     """Draw a weight as in the paper (Appendix C, Eq. 8 and Table 6) or as in nanochat at 92d63d4 (July 2026).
 
     Weights that only nanochat's trunk has are always drawn as there, and routers always as in the paper. nanochat's
@@ -230,16 +230,16 @@ def _draw(part: str, weight: Tensor, initialization: Initialization, generator: 
     elif part in ("smear_scalar", "backout_scalar"):
         weight.fill_(0.2 if part == "backout_scalar" else 0)
     elif part in ("value_gate", "smear_gate"):
-        weight.uniform_(0, 0.02, generator=generator)
+        weight.uniform_(0, 0.02)
     elif (std := _NORMAL[initialization].get(part)) is not None:
-        weight.normal_(0, std, generator=generator) if std else weight.zero_()
+        weight.normal_(0, std) if std else weight.zero_()
     elif part == "router":
-        weight.normal_(0, d_in**-0.5, generator=generator)
+        weight.normal_(0, d_in**-0.5)
     elif part == "value_embed" or initialization == "nanochat":
         bound = (0.4 if part in ("up", "gate") else 1) * (3 / d_in) ** 0.5
-        weight.uniform_(-bound, bound, generator=generator)
+        weight.uniform_(-bound, bound)
     else:
-        weight.normal_(0, d_in**-0.5 * min(1, (weight.shape[-2] / d_in) ** 0.5), generator=generator)
+        weight.normal_(0, d_in**-0.5 * min(1, (weight.shape[-2] / d_in) ** 0.5))
 
 
 def _learned(count: int, there: bool) -> nn.Parameter | None:
@@ -275,11 +275,11 @@ class GPT(nn.Module):
             self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
+    def init_weights(self) -> None:
         """Apply the configured initialisation and reset the states of the rules."""
         for name, weight in self.named_parameters():
             part = name.removesuffix(".weight").rsplit(".", 1)[-1]
-            _draw(part, weight, self.config.initialization, generator)
+            _draw(part, weight, self.config.initialization)
         for _, moe in self.moe_layers():
             moe.router.reset_state()
 

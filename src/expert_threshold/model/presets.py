@@ -79,17 +79,17 @@ def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[st
     return parts | {"total": total, "active": total - idle}
 
 
-def flops_per_token(config: GPTConfig, *, context: int | None = None, rate: float | None = None) -> int:
+def flops_per_token(config: GPTConfig, *, rate: float | None = None) -> int:
     """Return the model FLOPs per token of forward and backward: 6 per active weight in a product, plus attention.
 
     Embeddings are look-ups and cost nothing. Attention is causal: without a window, a token attends to (context + 1) /
-    2 keys on average, with 2 products in forward and 4 in backward. Forward is a third of the total. context defaults
-    to the context of the model; rate is as in `parameter_counts`.
+    2 keys on average, with 2 products in forward and 4 in backward. Forward is a third of the total. rate is as in
+    `parameter_counts`.
     """
-    length = config.context if context is None else context
     counts = parameter_counts(config, rate=rate)
     head_dim = config.d_model // config.heads
-    attention = 12 * config.heads * head_dim * sum(_keys(length, config.window(i)) for i in range(config.layers))
+    keys = sum(_keys(config.context, config.window(layer)) for layer in range(config.layers))
+    attention = 12 * config.heads * head_dim * keys
     tables = sum(map(config.has_value_embedding, range(config.layers)))
     looked_up = counts["embedding"] + tables * config.kv_heads * head_dim
     return round(6 * (counts["active"] - looked_up - counts["scalars"]) + attention)
