@@ -14,24 +14,12 @@ from expert_threshold.analysis import causality
 from expert_threshold.analysis.audit import Audit, audit, measure
 from expert_threshold.analysis.audit_page import audit_page
 from expert_threshold.routing import ExpertChoice, ExpertThreshold
+from mixtures import MIXTURES, mixture, random_model
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from expert_threshold.integrations.transformers import swap_rule  # noqa: E402
+from expert_threshold.integrations.transformers import swap_rule
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
-WIDTHS = {"intermediate_size": 24, "moe_intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 16}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-GROUPS = {"n_group": 4, "topk_group": 2}
-MIXTURES: dict[str, dict[str, Any]] = {
-    "Mixtral": {},
-    "Olmoe": {},
-    "Qwen3Moe": {},
-    "GptOss": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
-    "DeepseekV3": LATENT | GROUPS | {"first_k_dense_replace": 1, "head_dim": 8},
-    "NemotronH": GROUPS | {"layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 24},
-}
 DENSE: dict[str, dict[str, Any]] = {
     "Llama": {}, "Mistral": {"sliding_window": 7}, "Qwen2": {}, "Qwen3": {}, "Gemma": {},
     "Gemma2": {"sliding_window": 7}, "Phi": {}, "Olmo2": {}, "GPT2": {}, "GPTNeoX": {}, "OPT": {"ffn_dim": 48},
@@ -44,23 +32,6 @@ class Letters:
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % 64 for letter in text]
-
-
-def random_model(name: str, options: dict[str, Any], seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    options = SMALL | WIDTHS | {"pad_token_id": 0} | options
-    options.pop("head_dim" if name == "Falcon" else "", None)  # it has no such option
-    config = getattr(transformers, f"{name}Config")(**options)
-    cls = getattr(transformers, f"{name}LMHeadModel", None) or getattr(transformers, f"{name}ForCausalLM")
-    model = cls(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return model
-
-
-def mixture(name: str = "Olmoe") -> Any:
-    return random_model(name, EXPERTS | MIXTURES[name])
 
 
 def audited(model: nn.Module, **options: Any) -> Audit:

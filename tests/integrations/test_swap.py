@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from mixtures import MIXTURES, mixture
+
 transformers = pytest.importorskip("transformers")
 
 from expert_threshold.integrations.swap import SwappedRouter, own_rule  # noqa: E402
@@ -17,40 +19,8 @@ from expert_threshold.integrations.transformers import swap_rule  # noqa: E402
 from expert_threshold.moe import follow  # noqa: E402
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, Rule, SeqTopK, TokenChoice  # noqa: E402
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 24, "pad_token_id": 0}
-SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-SMALL |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 3}
-GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-LATENT |= {"first_k_dense_replace": 1, "n_shared_experts": 1, "head_dim": 8}
-HYBRID = {"layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 24}
-MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Mixtral": ("Mixtral", {}),
-    "OLMoE": ("Olmoe", {}),
-    "OLMoE, normalised": ("Olmoe", {"norm_topk_prob": True}),
-    "Qwen3-MoE": ("Qwen3Moe", {"norm_topk_prob": True}),
-    "gpt-oss": ("GptOss", {"layer_types": ["full_attention"] * 2}),
-    "DeepSeek-V3": ("DeepseekV3", LATENT | GROUPS),
-    "Nemotron-H": ("NemotronH", HYBRID | GROUPS),
-}
-mixtures = pytest.mark.parametrize("name", MIXTURES)
+mixtures = pytest.mark.parametrize("name", [*MIXTURES, "Olmoe, normalised"])
 THRESHOLD = ExpertThreshold(8, 2, decay=0.5, warmup_steps=2)
-
-
-def mixture(name: str) -> Any:
-    """A random model of that architecture, no weight of it zero."""
-    cls, changes = MIXTURES[name]
-    config = getattr(transformers, f"{cls}Config")(**SMALL | changes)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{cls}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.1)
-    return model
 
 
 def tokens(rows: int = 2, length: int = 12) -> torch.Tensor:
@@ -117,7 +87,7 @@ FOLLOWED = [THRESHOLD, ExpertChoice(8, 2, pool="batch"), TokenChoice(8, 2, balan
 
 @pytest.mark.parametrize("rule", FOLLOWED, ids=str)
 def test_padding_takes_part_in_no_statistics(rule: Rule) -> None:
-    model = swap_rule(mixture("OLMoE"), rule).train()
+    model = swap_rule(mixture(), rule).train()
     found: list[Any] = []
     first = routers(model)[0]
     first.register_forward_hook(lambda _m, _i, routing: found.append(routing.observation))
@@ -131,7 +101,7 @@ def test_padding_takes_part_in_no_statistics(rule: Rule) -> None:
 @pytest.mark.parametrize(("kind", "name"), [("target_modules", "q_proj"), ("target_parameters", "experts.down_proj")])
 def test_adapters_train_while_the_rule_follows(kind: str, name: str) -> None:
     peft = pytest.importorskip("peft")
-    model = swap_rule(mixture("OLMoE"), THRESHOLD)
+    model = swap_rule(mixture(), THRESHOLD)
     with warnings.catch_warnings():  # peft reads a property that transformers renames
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **{kind: [name]}))
@@ -151,14 +121,14 @@ def test_a_copy_has_routers_and_padding_of_its_own() -> None:
 
 @torch.no_grad()
 def test_swapped_back_a_mixture_computes_what_it_did() -> None:
-    model = mixture("DeepSeek-V3")
+    model = mixture("DeepseekV3")
     before, own = model(tokens()).logits, own_rule(model)
     swap_rule(model, THRESHOLD)(tokens())
     torch.testing.assert_close(swap_rule(model, own)(tokens()).logits, before)
 
 
 def test_a_rule_that_the_model_has_keeps_its_state_and_its_follower(tmp_path: Path) -> None:
-    model = trained(swap_rule(mixture("OLMoE"), THRESHOLD))
+    model = trained(swap_rule(mixture(), THRESHOLD))
     for again in (swap_rule(model), swap_rule(model, THRESHOLD)):
         assert [router.state.step for router in routers(again)] == [4, 4]
     model.name_or_path = str(tmp_path)  # a folder without states
@@ -170,7 +140,7 @@ def test_a_rule_that_the_model_has_keeps_its_state_and_its_follower(tmp_path: Pa
 
 @pytest.mark.parametrize("lengths", [(12, 12), (12, 7)])
 def test_under_activation_checkpointing_gradients_stay_or_an_error_says_why(lengths: tuple[int, int]) -> None:
-    model = swap_rule(mixture("OLMoE"), TokenChoice(8, 2, balance="aux")).train()
+    model = swap_rule(mixture(), TokenChoice(8, 2, balance="aux")).train()
 
     def gradient(forwards: int) -> torch.Tensor:
         model.zero_grad()
@@ -192,7 +162,7 @@ def test_under_activation_checkpointing_gradients_stay_or_an_error_says_why(leng
 
 
 def test_what_does_not_fit_is_refused_and_left_alone() -> None:
-    olmoe = mixture("OLMoE")
+    olmoe = mixture()
     dense = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1))
     for model, rule, words in (
         (olmoe, ExpertThreshold(4, 1), "num_experts=4"),
