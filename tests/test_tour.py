@@ -29,10 +29,5 @@ def test_links_of_the_tour_point_at_the_lines_they_name() -> None:
     assert page == corrected(page), "run python tests/test_tour.py"
 
 
-def test_files_of_the_tour_exist() -> None:
-    for target in re.findall(r"\]\((\.\./[^)#]+)", TOUR.read_text(encoding="utf-8")):
-        assert (TOUR.parent / target).is_file(), target
-
-
 if __name__ == "__main__":
     TOUR.write_text(corrected(TOUR.read_text(encoding="utf-8")), encoding="utf-8")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cases import RULES, small_model, small_tokenizer, write_run
+from commands import Refused
 from expert_threshold.cli import main
 from expert_threshold.generate import generate
 from expert_threshold.generate.engine import ActiveRequest, Engine, Request
@@ -84,7 +85,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("rule", "rate", "message"), REFUSED)
 def test_what_has_no_such_rate_is_refused_everywhere(
-    rule: str, rate: float, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rule: str, rate: float, message: str, tmp_path: Path, refused: Refused
 ) -> None:
     model = small_model(RULES[rule])
     with pytest.raises(ValueError, match=message):
@@ -93,10 +94,7 @@ def test_what_has_no_such_rate_is_refused_everywhere(
     with pytest.raises(ValueError, match=message):
         Engine(model, small_tokenizer()).add(Request(PROMPT, 4, rate=rate))
     write_run(tmp_path / "run", model)
-    assert main(["generate", str(tmp_path / "run"), f"--rate={rate}"]) == 2
-    printed = capsys.readouterr()
-    assert message.replace(f"rate={rate}", f"rate={float(rate)}") in printed.err
-    assert printed.err.count("\n") == 1
+    refused(["generate", tmp_path / "run", f"--rate={rate}"], message.replace(f"rate={rate}", f"rate={float(rate)}"))
 
 
 def test_generate_takes_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cases import write_run
-from commands import lines, write_lines
+from commands import Refused, lines, write_lines
 from expert_threshold.cli import main
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import generate
@@ -240,15 +240,12 @@ def test_what_cannot_be_asked_is_one_line_and_2(
 
 
 def test_a_missing_harness_is_reported_with_the_command_to_install_it(
-    tmp_path: Path, model: GPT, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: GPT, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     write_run(tmp_path / "run", model)
     monkeypatch.delitem(sys.modules, "expert_threshold.integrations.lm_eval")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert main(["evaluate", str(tmp_path / "run"), "--harness", "colours"]) == 2
-    error = capsys.readouterr().err
-    assert install("eval") in error
-    assert error.count("\n") == 1
+    refused(["evaluate", tmp_path / "run", "--harness", "colours"], install("eval"))
 
 
 # The harness's own client of OpenAI's completions, against the server.
