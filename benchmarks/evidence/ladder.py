@@ -144,20 +144,6 @@ def extrapolate(records: list[Record]) -> str:
     return f"extrapolated to d12: {mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
-def table(records: list[Record]) -> str:
-    """Return a Markdown table with a row per rung: dense's loss, and each method's mean gap with its pairs."""
-    methods = methods_of(records)
-    gaps, dense = [Gaps(records, method).by_rung for method in methods], defaultdict[Rung, list[float]](list)
-    for each in records:
-        if each["method"] == "dense":
-            dense[each["width"], each["tokens"]].append(each["loss"])
-    lines = []
-    for (width, tokens), losses in sorted(dense.items()):
-        words = [", ".join(f"{gap:+.4f}" for gap in each.get((width, tokens), {}).values()) for each in gaps]
-        lines.append([f"{width}", f"{tokens / 1e6:g}M", f"{fmean(losses):.4f}", *words])
-    return markdown(["width", "tokens", "dense", *methods], lines)
-
-
 def methods_of(records: list[Record]) -> list[str]:
     """Return the methods of the records but dense."""
     return [name for name in RULES if name != "dense" and any(each["method"] == name for each in records)]
@@ -254,7 +240,7 @@ def main() -> None:
         print(json.dumps(predict(records, (width, megatokens * 1_000_000), len(asked.seeds)), indent=1))
     elif asked.show:
         tests, others = (read(asked.show / name) for name in ("test.jsonl", "rates.jsonl"))
-        print(table(records), rivals(records), rivals(tests), rates(others), extrapolate(records), sep="\n")
+        print(rivals(records), rivals(tests), rates(others), extrapolate(records), sep="\n")
         predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.prediction]
         draw(records, predictions, asked.show / "ladder.png")
     else:
