@@ -9,9 +9,10 @@ the number of comparisons by Holm's method within each column, with the standard
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 from expert_threshold.analysis.results import markdown
 from expert_threshold.compare.paired import corrected, student
@@ -22,28 +23,18 @@ BASE = "expert_threshold"
 MARGIN = 0.01
 
 
-class Claim(NamedTuple):
-    """A method whose loss the paper compares with expert threshold's; paper: its difference at d12."""
-
-    words: str
-    paper: float
-    small: str | None
-    quickstart: str
-
-
-CLAIMS = [
-    Claim("dense is worse", 0.158, "dense", "dense"),
-    Claim("token choice is worse", 0.049, "token_choice", "token_choice"),
-    Claim("so is token choice with the auxiliary loss", 0.048, "token_choice_aux", "token_choice_aux"),
-    Claim("so is loss-free token choice", 0.054, "token_choice_loss_free", "token_choice_loss_free"),
-    Claim("expert choice by sequence is worse", 0.066, "expert_choice_2k", "expert_choice_sequence"),
-    Claim("expert choice by batch is equal", -0.001, "expert_choice_512k", "expert_choice_batch"),
-    Claim("normalising by fanout hurts", 0.040, "expert_threshold_fanout_norm", "expert_threshold (fanout norm)"),
-    Claim(
-        "omitting warmup does not change the loss", 0.000, "expert_threshold_no_warmup", "expert_threshold_no_warmup"
-    ),
-    Claim("omitting the shared expert hurts", 0.018, None, "expert_threshold (0 shared)"),
-]
+CLAIMS: dict[str, tuple[float, str | None, str]] = {
+    "dense is worse": (0.158, "dense", "dense"),
+    "token choice is worse": (0.049, "token_choice", "token_choice"),
+    "so is token choice with the auxiliary loss": (0.048, "token_choice_aux", "token_choice_aux"),
+    "so is loss-free token choice": (0.054, "token_choice_loss_free", "token_choice_loss_free"),
+    "expert choice by sequence is worse": (0.066, "expert_choice_2k", "expert_choice_sequence"),
+    "expert choice by batch is equal": (-0.001, "expert_choice_512k", "expert_choice_batch"),
+    "normalising by fanout hurts": (0.040, "expert_threshold_fanout_norm", "expert_threshold (fanout norm)"),
+    "omitting warmup does not change the loss": (0.000, *["expert_threshold_no_warmup"] * 2),
+    "omitting the shared expert hurts": (0.018, None, "expert_threshold (0 shared)"),
+}
+"""Claims about methods: their loss minus expert threshold's in the paper (d12), and their names in both files."""
 
 
 def losses(path: str) -> dict[str, list[float]]:
@@ -64,7 +55,7 @@ def verdict(paper: float, measured: str) -> str:
     return {"higher": "holds", "open": "open"}.get(measured, "fails")
 
 
-def column(path: str, methods: list[str | None], papers: list[float]) -> list[str]:
+def column(path: str, methods: Sequence[str | None], papers: Sequence[float]) -> list[str]:
     """Return the cells of a column: difference, 95 % interval without correction, and corrected verdict."""
     of = losses(path)
     family = {name: [a - b for a, b in zip(of[name], of[BASE], strict=True)] for name in methods if name}
@@ -82,11 +73,9 @@ def column(path: str, methods: list[str | None], papers: list[float]) -> list[st
 
 def table() -> str:
     """Return the table of claims in Markdown."""
-    papers = [claim.paper for claim in CLAIMS]
-    small = column(SMALL, [claim.small for claim in CLAIMS], papers)
-    quickstart = column(QUICKSTART, [claim.quickstart for claim in CLAIMS], papers)
-    claimed = [[claim.words, f"{claim.paper:+.3f}"] for claim in CLAIMS]
-    lines = [[*words, *cells] for words, *cells in zip(claimed, small, quickstart, strict=True)]
+    papers, small, quickstart = zip(*CLAIMS.values(), strict=True)
+    cells = zip(CLAIMS, papers, column(SMALL, small, papers), column(QUICKSTART, quickstart, papers), strict=True)
+    lines = [[words, f"{paper:+.3f}", *measured] for words, paper, *measured in cells]
     head = ["compared with expert threshold", "paper, d12", "paper's trunk, small", "`quickstart`"]
     return markdown(head, [[cell.replace("-0.", "−0.") for cell in line] for line in lines])
 
