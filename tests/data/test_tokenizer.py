@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -81,6 +85,14 @@ def test_no_vocabulary_that_a_text_supports_is_refused(texts: list[str]) -> None
     trainer.train_from_iterator(iter(texts), 5000, pattern=PATTERN)
     largest = len(trainer.get_mergeable_ranks()) + 1
     assert Tokenizer.train(texts, largest).vocab_size == largest
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "tokenizer.json"))):
+        tokenizer.save(tmp_path / "tokenizer.json")
 
 
 def test_loading_undoes_saving(tokenizer: Tokenizer, tmp_path: Path) -> None:

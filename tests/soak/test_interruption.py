@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from campaign import campaign, trials
-from commands import content
 from expert_threshold.cli import INTERRUPTED
 from expert_threshold.runs import RunFolder
 
@@ -63,24 +61,6 @@ def test_a_killed_run_loses_an_interval_at_most_and_ends_as_if_undisturbed(
         assert outcome(run) == expected
 
     campaign(f"kill -9 while {moment}", trials, trial)
-
-
-@trials(40)
-def test_a_killed_export_leaves_nothing_or_the_whole_folder(trials: int, forks: Forks) -> None:
-    run, to = forks.folder / "exported run", forks.folder / "exports" / "model"
-    assert forks.run(forks.train(run)).code == 0
-    export = partial(forks.run, ["export", str(run), "--to", str(to)])
-    usual, expected, before = export(Fault(to.parent)), content(to), content(run)
-
-    def trial(chance: random.Random) -> None:
-        clear(to.parent)
-        assert export(Fault(to.parent, at=chance.randint(1, usual.changes))).code in (-signal.SIGKILL, 0)
-        if not to.exists():
-            assert export().code == 0
-        assert content(to) == expected
-        assert content(run) == before
-
-    campaign("kill -9 while exporting", trials, trial)
 
 
 @trials(20)

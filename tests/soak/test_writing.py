@@ -6,12 +6,14 @@ import errno
 import os
 import random
 import re
+import signal
 
 from campaign import campaign, trials
 from commands import content
 
 from .forks import Fault, Forks, clear, outcome, require_whole
 
+KILL = 0
 FULL, QUOTA, READ_ONLY, BROKEN = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO
 
 
@@ -41,8 +43,8 @@ def test_a_run_that_cannot_write_says_so_in_one_line_and_goes_on_where_it_can(tr
     campaign("failures of writing", trials, trial)
 
 
-@trials(20)
-def test_an_export_that_cannot_write_leaves_nothing(trials: int, forks: Forks) -> None:
+@trials(60)
+def test_an_export_that_is_killed_or_cannot_write_leaves_nothing_or_the_whole_folder(trials: int, forks: Forks) -> None:
     run, to = forks.folder / "exported run", forks.folder / "exports" / "model"
     assert forks.run(forks.train(run)).code == 0
     export = ["export", str(run), "--to", str(to)]
@@ -51,14 +53,17 @@ def test_an_export_that_cannot_write_leaves_nothing(trials: int, forks: Forks) -
 
     def trial(chance: random.Random) -> None:
         clear(to.parent)
-        error = chance.choice([FULL, QUOTA, BROKEN])
+        error = chance.choice([KILL, FULL, QUOTA, BROKEN])
         ended = forks.run(export, Fault(to.parent, chance.randint(1, usual.changes), error))
-        if ended.code:
+        if error == KILL:
+            assert ended.code in (-signal.SIGKILL, 0)
+        elif ended.code:
             assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
             assert ended.err.startswith(f"et export: {to.parent}"), ended.err
             assert not to.exists()
+        if not to.exists():
             assert forks.run(export).code == 0
         assert content(to) == expected
         assert content(run) == before
 
-    campaign("failures of writing an export", trials, trial)
+    campaign("kill -9 and failures of writing an export", trials, trial)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
+from ..files import write_synced
 from .tokenizer_json import digest, from_tokenizer_json, to_tokenizer_json
 
 BOS = "<|bos|>"
@@ -126,7 +127,7 @@ class Tokenizer:
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json` for Hugging Face's `tokenizers`, which then encodes and decodes identically."""
         content = to_tokenizer_json(self._tokens, self._pattern, BOS)
-        Path(path).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_synced(Path(path), (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
