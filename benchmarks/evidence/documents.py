@@ -31,9 +31,9 @@ def by_document(path: Path, data: str, most: int) -> np.ndarray:
     """Return the nats and the number of targets of each document, (2, documents)."""
     model, tokenizer = load_model(path)
     text = pack(open_source(data), tokenizer, "validation")
-    rows = batches_of(text, model.config.context, 1, most)
-    nats = torch.cat([model(*row).token_losses[0].double() for row in rows])
-    document = torch.cat([targets[0] for _, targets in rows]).eq(tokenizer.bos).cumsum(0)
+    batches = batches_of(text, model.config.context, 16, most)
+    nats = torch.cat([model(*batch).token_losses.flatten().double() for batch in batches])
+    document = torch.cat([targets.flatten() for _, targets in batches]).eq(tokenizer.bos).cumsum(0)
     return torch.stack([torch.bincount(document, each) for each in (nats, torch.ones_like(nats))]).numpy()
 
 
