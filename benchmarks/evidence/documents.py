@@ -5,7 +5,8 @@
 TEST is a folder as for ladder.py, all of whose held-out documents are read, up to a number of tokens. The i-th run is
 compared with the i-th base run, which has the same seed. The script prints one JSON object: each pair's
 difference in loss (nats per token) with a 95 % interval over documents, and the mean difference with its interval over
-documents alone and, with five or more pairs, over documents and pairs, from 10,000 bootstrap samples.
+documents alone and over documents and pairs, from 10,000 bootstrap samples, in which pairs differ as much more as
+Student's t exceeds a normal quantile.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from study import batches_of, run_script
+from study import batches_of, run_script, widening
 
 from expert_threshold.data import open_source, pack
 from expert_threshold.runs import load_model
 
 SAMPLES = 10_000
-FEWEST = 5  # pairs that can stand for those of other seeds
 
 
 @torch.no_grad()
@@ -48,7 +48,10 @@ def compare(nats: np.ndarray, targets: np.ndarray, seed: int = 0) -> dict[str, A
     def interval(samples: np.ndarray) -> list[float]:
         return [round(float(end), 5) for end in np.quantile(samples, (0.025, 0.975))]
 
-    made = {
+    effects = nats.sum(1) / targets.sum()
+    wider = widening(pairs - 1) * (pairs / (pairs - 1)) ** 0.5 if pairs > 1 else 1.0
+    over_pairs = wider * (effects[chosen].mean(1) - effects.mean())
+    return {
         "documents": documents,
         "targets": int(targets.sum()),
         "pairs": [
@@ -57,10 +60,8 @@ def compare(nats: np.ndarray, targets: np.ndarray, seed: int = 0) -> dict[str, A
         ],
         "difference": round(float(nats.sum() / targets.sum() / pairs), 5),
         "over_documents": interval(by_pair.mean(1)),
+        "over_both": interval(by_pair.mean(1) + over_pairs),
     }
-    if pairs >= FEWEST:
-        made["over_both"] = interval(np.take_along_axis(by_pair, chosen, 1).mean(1))
-    return made
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from statistics import fmean
 
 import numpy as np
 from frontier import SHARED, SOFTMAX
-from study import Record, parser, read, record_run, run_script
+from study import Record, parser, read, record_run, run_script, widening
 
 from expert_threshold.analysis.figures.style import INK, METHODS, WIDE, style
 from expert_threshold.analysis.results import markdown
@@ -87,7 +87,7 @@ class Gaps:
         """Return samples of g₀, a and b, and of the mean gap of pairs with new seeds on a rung.
 
         Gaps of one seed are alike on different rungs, so the fit has an effect of each seed, whose mean is g₀. Samples
-        draw residuals and, with the variance that remains without the residuals', effects.
+        draw residuals and, with the variance that remains without the residuals', effects, widened as by Student's t.
         """
         data = [
             (self.row(each), seed, gap)
@@ -103,7 +103,7 @@ class Gaps:
         if free < 2 or np.linalg.matrix_rank(design) < design.shape[1]:
             raise ValueError(
                 f"{len(gaps)} pairs of {count} seeds are too few for the fit: "
-                f"it needs {count + 4}, at two widths and two lengths"
+                f"it needs {count + 4}, within a seed at two widths and two lengths"
             )
         inverse = np.linalg.pinv(design)
         slopes, effects = np.split(inverse @ gaps, [2])
@@ -111,7 +111,8 @@ class Gaps:
         spread = effects - effects.mean()
         if spread.any():  # what residuals add to the variance of effects is taken away
             added = residuals.var() * ((inverse[2:] - inverse[2:].mean(0)) ** 2).sum() / (count - 1)
-            spread *= math.sqrt(max(0.0, spread.var(ddof=1) - added) / spread.var())
+            spread *= widening(count - 1) * math.sqrt(max(0.0, spread.var(ddof=1) - added) / spread.var())
+        residuals *= widening(free)
         new = random.choice(spread, (10_000, count)) @ member.T + random.choice(residuals, (10_000, len(gaps)))
         samples = (rows @ slopes + effects.mean() + new) @ inverse.T
         coefficients = np.column_stack([samples[:, 2:].mean(1), samples[:, :2]])

@@ -22,6 +22,7 @@ from torch import Tensor
 import expert_threshold
 from expert_threshold.cli import main as et
 from expert_threshold.cli.run_options import parse_run, resolve_run
+from expert_threshold.compare.paired import student
 from expert_threshold.data import Corpus, Loader, Tokenizer, Tokens, pack, windows
 from expert_threshold.model import GPT
 from expert_threshold.runs import RunFolder
@@ -135,6 +136,11 @@ def over_documents(change: Tensor, tokens: Tensor, bos: int) -> tuple[float, flo
     """Return the mean change in the loss of tokens, (tokens,), and its standard error over documents."""
     document, mean = tokens.eq(bos).cumsum(0), change.mean()
     return float(mean), float(torch.bincount(document, change - mean).square().sum().sqrt()) / len(change)
+
+
+def widening(freedom: int) -> float:
+    """Return by what to multiply deviations in a bootstrap, so that 95 % intervals are as wide as by Student's t."""
+    return student(0.95, freedom) / 1.96
 
 
 def parser(about: str | None, *, show: bool = True) -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -273,20 +273,49 @@ def test_a_gap_is_predicted_by_its_law_without_a_look_at_the_rung_itself() -> No
         ladder.predict([run for run in runs if run["width"] == 64], (64, 8_000_000), 1)
 
 
-def test_an_effect_of_seeds_widens_the_prediction_of_a_gap_but_not_the_interval_of_its_slopes() -> None:
-    random = np.random.default_rng(0)
+def gaps_of(effects: Sequence[float], noise: float) -> ladder.Gaps:
+    random = np.random.default_rng(1)
     runs = [
         {"method": method, "width": width, "tokens": tokens * 1_000_000, "seed": seed, "corpus": "c"}
-        | {"loss": 2.0 if method == "dense" else 2.0 - 0.01 * tokens.bit_length() + effect + random.normal(0, 1e-3)}
-        for seed, effect in enumerate((-0.03, 0.0, 0.03))
+        | {"loss": 2.0 if method == "dense" else 2.0 - 0.01 * tokens.bit_length() + effect + random.normal(0, noise)}
+        for seed, effect in enumerate(effects)
         for width in (64, 128)
         for tokens in (2, 4, 8)
         for method in ("dense", "expert threshold")
     ]
-    found = ladder.predict(runs, (256, 16_000_000), 1)
-    (mean, low, high), slope = found["gap"]["expert threshold"], found["coefficients"]["expert threshold"]["a"]
-    assert low < mean - 0.03 < mean + 0.03 < high
-    assert slope == pytest.approx([-0.01] * 3, abs=1e-3)
+    return ladder.Gaps(runs, "expert threshold")
+
+
+def half_widths(gaps: ladder.Gaps, pairs: int) -> list[float]:
+    """Half the 95 % intervals of g₀ and a, and of the mean gap of new pairs on a rung in the middle."""
+    coefficients, new = gaps.bootstrap((64, 4_000_000), pairs)
+    ends = [ladder.interval(samples)[1:] for samples in (*coefficients.T[:2], new)]
+    return [(high - low) / 2 for low, high in ends]
+
+
+@pytest.mark.parametrize("noise", [1e-4, 0.01])
+def test_an_effect_of_seeds_widens_the_level_of_a_gap_but_not_its_slopes(noise: float) -> None:
+    effects = [-0.03, -0.01, 0.0, 0.0, 0.01, 0.03]
+    t = 2.571 * np.std(effects, ddof=1)  # of 5 degrees of freedom
+    gaps = gaps_of(effects, noise)
+    level, slope, new = half_widths(gaps, 1)
+    assert (level, new) == (pytest.approx(t / 6**0.5, rel=0.2), pytest.approx(t * (1 + 1 / 6) ** 0.5, rel=0.25))
+    assert slope < 0.5 * max(noise, 1e-3)
+    assert half_widths(gaps, 4)[2] == pytest.approx(t * (1 / 4 + 1 / 6) ** 0.5, rel=0.25)
+
+
+@pytest.mark.parametrize("seeds", [1, 6])
+def test_noise_alone_is_no_effect_of_seeds_and_its_intervals_are_students(seeds: int) -> None:
+    gaps = gaps_of([0.0] * seeds, 0.01)
+    points = [(*gaps.row(rung), seed, gap) for rung, each in gaps.by_rung.items() for seed, gap in each.items()]
+    *rows, member, found = map(np.array, zip(*points, strict=True))
+    design = np.column_stack([*rows, *(member == seed for seed in range(seeds))])
+    inverse, free = np.linalg.pinv(design), 5 * seeds - 2
+    error = np.linalg.norm(found - design @ inverse @ found) / free**0.5
+    t = error * {3: 3.182, 28: 2.048}[free]
+    level, slope, _ = half_widths(gaps, 1)
+    assert slope == pytest.approx(t * np.linalg.norm(inverse[0]), rel=0.15)
+    assert level == pytest.approx(t * np.linalg.norm(inverse[2:].mean(0)), rel=0.25)
 
 
 def test_rivals_are_compared_over_seeds_not_over_runs() -> None:
@@ -331,11 +360,12 @@ def test_intervals_cover_documents_and_pairs_alone_and_together() -> None:
     assert same["over_documents"] == same["over_both"] == [-0.01, -0.01]
     pairs = documents.compare(np.array([[-0.01], [-0.03]] * 3) * targets, targets)
     assert pairs["over_documents"] == pytest.approx([-0.02, -0.02])
-    assert pairs["over_both"] == pytest.approx([-0.0283, -0.0117], abs=0.002)
+    assert pairs["over_both"] == pytest.approx([-0.0315, -0.0085], abs=2.5e-3)  # by Student's t, ± 0.0115
     texts = documents.compare(np.array([[0.1, 0.0, 0.0, -0.1]] * 5), targets)
     assert texts["over_both"][0] < 0 < texts["over_both"][1]
     assert texts["pairs"][0] == {"difference": 0.0, "over_documents": texts["over_documents"]}
-    assert "over_both" not in documents.compare(np.zeros((4, 4)), targets)
+    one = documents.compare(np.array([[0.1, 0.0, 0.0, -0.1]]), targets)
+    assert one["over_both"] == one["over_documents"]
 
 
 def test_the_error_of_a_change_in_loss_is_that_of_whole_documents() -> None:

@@ -19,7 +19,7 @@ from expert_threshold.integrations.transformers import swap_rule  # noqa: E402
 from expert_threshold.moe import follow  # noqa: E402
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, Rule, SeqTopK, TokenChoice  # noqa: E402
 
-mixtures = pytest.mark.parametrize("name", [*MIXTURES, "Olmoe, normalised"])
+mixtures = pytest.mark.parametrize("name", [*MIXTURES, "Olmoe, normalised", "Qwen3Moe, normalised"])
 THRESHOLD = ExpertThreshold(8, 2, decay=0.5, warmup_steps=2)
 
 

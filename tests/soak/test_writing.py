@@ -53,7 +53,7 @@ def test_an_export_that_is_killed_or_cannot_write_leaves_nothing_or_the_whole_fo
 
     def trial(chance: random.Random) -> None:
         clear(to.parent)
-        error = chance.choice([KILL, FULL, QUOTA, BROKEN])
+        error = chance.choice([*[KILL] * 6, FULL, QUOTA, BROKEN])
         ended = forks.run(export, Fault(to.parent, chance.randint(1, usual.changes), error))
         if error == KILL:
             assert ended.code in (-signal.SIGKILL, 0)
