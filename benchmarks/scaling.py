@@ -2,13 +2,11 @@
 
     python benchmarks/scaling.py count   [--ranks 2 4] [--layouts replicate expert_parallel] [--batch-sizes 2 4 8]
     python benchmarks/scaling.py measure [--ranks 1 2 4] [--layouts …] [--sequences 4]
-    python benchmarks/scaling.py rows    --run RUN
 
 count: bytes that a rank sends in a step, by kind, against the least that has to be sent. An all-reduce of n bytes over
 r ranks counts as 2 n (r - 1) / r, a reduce-scatter or an all-gather as half of it, as the best algorithms send.
 Fails if bytes per token grow with the batch.
 measure: strong scaling, the same step shared out, and weak scaling, the same work for each rank; gloo, on this machine.
-rows: rows that expert parallelism sends, one for each rank with some of a token's experts or one for each expert.
 Each prints a flat JSON object a line.
 """
 
@@ -273,34 +271,12 @@ def measure(given: argparse.Namespace) -> Iterator[Row]:
                 }  # fmt: skip
 
 
-def rows(given: argparse.Namespace) -> Iterator[Row]:
-    """Bytes of a token of d12 out and back, in bfloat16, its gradients too: by rank, gates included, and by expert.
-
-    Loads are spread as in the run's last training record, and experts chosen independently.
-    """
-    lines = map(json.loads, (given.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    layers = [line for line in lines if line["split"] == "train"][-1]["layers"].values()
-    if not layers:
-        raise ValueError(f"--run {given.run} has no experts; give a run that has")
-    usage, config = np.array([layer["usage"] for layer in layers]), resolve("d12").model  # (layers, experts)
-    for fanout, owners in itertools.product((0.5, 1, 2, 4, 8), (2, 4, 8, 16)):
-        scaled = np.minimum(usage * fanout / usage.sum(1).mean(), 1)
-        elsewhere = (owners - 1) / owners
-        met = 1 - (1 - scaled.reshape(len(scaled), owners, -1)).prod(2)  # a token has some of the owner's experts
-        by_rank = met.sum(1).mean() * elsewhere * row_bytes(config, owners, 2)
-        by_expert = scaled.sum(1).mean() * elsewhere * 4 * config.d_model * 2
-        yield {
-            "what": "rows", "fanout": fanout, "owners": owners, "bytes_by_rank": round(by_rank),
-            "bytes_by_expert": round(by_expert), "ratio": round(by_rank / by_expert, 4),
-        }  # fmt: skip
-
-
 def main() -> None:
     if sys.argv[1:2] == ["rank"]:
         rank_main(*json.loads(sys.argv[2]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["count", "measure", "rows"])
+    parser.add_argument("command", choices=["count", "measure"])
     parser.add_argument("--preset", default="quickstart")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--ranks", type=int, nargs="+")
@@ -308,13 +284,9 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 4, 8], help="sequences of a rank, for count")
     parser.add_argument("--sequences", type=int, default=4, help="of a rank, where there are most of them, for measure")
     parser.add_argument("--steps", type=int, default=10, help="that are timed, for measure")
-    parser.add_argument("--run", type=Path, help="whose recorded loads are taken, for rows")
     given = parser.parse_args()
-    if given.command == "rows" and given.run is None:
-        parser.error("rows needs --run RUN")
-    here = origin() | (machine() if given.command != "rows" else {})
-    for line in {"count": count, "measure": measure, "rows": rows}[given.command](given):
-        print(json.dumps(line | here), flush=True)
+    for line in {"count": count, "measure": measure}[given.command](given):
+        print(json.dumps(line | origin() | machine()), flush=True)
 
 
 if __name__ == "__main__":

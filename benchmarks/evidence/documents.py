@@ -3,10 +3,10 @@
     python benchmarks/evidence/documents.py --data TEST --base RUN… --runs RUN… [--tokens 400000]
 
 TEST is a folder as for ladder.py, all of whose held-out documents are read, up to a number of tokens. The i-th run is
-compared with the i-th base run, which has the same seed. The script prints one JSON object: each pair's
-difference in loss (nats per token) with a 95 % interval over documents, and the mean difference with its interval over
-documents alone and over documents and pairs, from 10,000 bootstrap samples, in which pairs differ as much more as
-Student's t exceeds a normal quantile.
+compared with the i-th base run, which has the same seed. The script prints one JSON object: each pair's difference in
+loss (nats per token) with a 95 % interval over documents, and the mean difference with its interval over documents
+alone and over documents and pairs, from 10,000 bootstrap samples. Differences between pairs are widened as by Student's
+t.
 """
 
 from __future__ import annotations

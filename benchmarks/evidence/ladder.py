@@ -22,6 +22,7 @@ import json
 import math
 from collections import defaultdict
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -56,26 +57,17 @@ def dense_parameters(width: int) -> int:
 
 
 class Gaps:
-    """The gaps of one method to another, by rung and seed, and their fit over log₂ tokens and log₂ dense parameters."""
+    """The gaps of one method to another, and their fit over log₂ tokens and log₂ dense parameters."""
 
     def __init__(self, records: list[Record], method: str, baseline: str = "dense") -> None:
         of = {(each["method"], each["width"], each["tokens"], each["seed"]): each for each in records}
-        self.by_rung: dict[Rung, dict[int, float]] = defaultdict(dict)
+        self.pairs: list[tuple[Rung, int, float]] = []  # rung, seed, gap
         for (name, width, tokens, seed), base in sorted(of.items()):
             other = of.get((method, width, tokens, seed))
             if name == baseline and other:
                 if base["corpus"] != other["corpus"]:
                     raise ValueError(f"width {width}, {tokens} tokens, seed {seed}: the pair's texts differ")
-                self.by_rung[width, tokens][seed] = other["loss"] - base["loss"]
-
-    @property
-    def by_seed(self) -> dict[int, list[float]]:
-        """The gaps on all rungs of each seed."""
-        found: dict[int, list[float]] = defaultdict(list)
-        for rung in self.by_rung.values():
-            for seed, gap in rung.items():
-                found[seed].append(gap)
-        return found
+                self.pairs.append(((width, tokens), seed, other["loss"] - base["loss"]))
 
     @staticmethod
     def row(rung: Rung) -> list[float]:
@@ -89,12 +81,7 @@ class Gaps:
         Gaps of one seed are alike on different rungs, so the fit has an effect of each seed, whose mean is g₀. Samples
         draw residuals and, with the variance that remains without the residuals', effects, widened as by Student's t.
         """
-        data = [
-            (self.row(each), seed, gap)
-            for each, gaps in self.by_rung.items()
-            if each != without
-            for seed, gap in gaps.items()
-        ]
+        data = [(self.row(each), seed, gap) for each, seed, gap in self.pairs if each != without]
         rows, seeds, gaps = (np.array(part) for part in zip(*data, strict=True))
         member = (seeds[:, None] == np.unique(seeds)).astype(float)
         design = np.hstack([rows, member])
@@ -130,7 +117,7 @@ def predict(records: list[Record], rung: Rung, pairs: int) -> Record:
     made: Record = {"width": rung[0], "tokens": rung[1], "pairs": pairs, "gap": {}, "coefficients": {}}
     for method in list(RULES)[1:]:
         gaps = Gaps(records, method)
-        if any(each != rung for each in gaps.by_rung):
+        if any(each != rung for each, *_ in gaps.pairs):
             coefficients, new = gaps.bootstrap(rung, pairs, without=rung)
             made["gap"][method] = interval(new)
             made["coefficients"][method] = {
@@ -155,7 +142,11 @@ def rivals(records: list[Record]) -> str:
 
     Differences are averaged over the rungs of a seed, since those are alike. Intervals and verdicts are over seeds.
     """
-    seeds = {rival: list(Gaps(records, "expert threshold", rival).by_seed.values()) for rival in RIVALS}
+    pairs = {rival: Gaps(records, "expert threshold", rival).pairs for rival in RIVALS}
+    seeds = {
+        rival: [[gap for _, its, gap in each if its == seed] for seed in sorted({seed for _, seed, _ in each})]
+        for rival, each in pairs.items()
+    }
     seeds = {rival: each for rival, each in seeds.items() if len(each) > 1}
     means = [[fmean(gaps) for gaps in each] for each in seeds.values()]
     verdicts, lines = [corrected(means, margin) for margin in (0.005, 0.01)], []
@@ -163,15 +154,7 @@ def rivals(records: list[Record]) -> str:
         found, words = paired(of_seeds, 0.01), [one.verdict for one in judged]
         counts = [f"{sum(map(len, each))}", f"{len(each)}"]
         lines.append([rival, *counts, f"{found.mean:+.4f}", f"{found.low:+.4f} to {found.high:+.4f}", *words])
-    head = [
-        "rival",
-        "pairs",
-        "seeds",
-        "expert threshold minus rival",
-        "95 % interval",
-        "corrected, margin 0.005",
-        "0.01",
-    ]
+    head = ["rival", "pairs", "seeds", "expert threshold minus rival", "95 % interval", "verdict, margin 0.005", "0.01"]
     return markdown(head, lines)
 
 
@@ -200,13 +183,11 @@ def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
         for panel, method in zip(panels, methods, strict=True):
             gaps = Gaps(records, method)
             panel.axhline(0, color=INK, linewidth=0.8)
-            for number, width in enumerate(sorted({rung[0] for rung in gaps.by_rung})):
-                mine = sorted(
-                    (rung[1] / 1e6, list(pairs.values())) for rung, pairs in gaps.by_rung.items() if rung[0] == width
-                )
+            for number, width in enumerate(sorted({rung[0] for rung, *_ in gaps.pairs})):
+                points = sorted((rung[1] / 1e6, gap) for rung, _, gap in gaps.pairs if rung[0] == width)
+                means = [(x, fmean(gap for _, gap in each)) for x, each in itertools.groupby(points, itemgetter(0))]
                 colour = METHODS[number]
-                panel.plot([x for x, _ in mine], [fmean(values) for _, values in mine], color=colour, linewidth=1.0)
-                points = [(x, value) for x, values in mine for value in values]
+                panel.plot(*zip(*means, strict=True), color=colour, linewidth=1.0)
                 panel.plot(*zip(*points, strict=True), "o", color=colour, markersize=4, label=f"width {width}")
                 for each in predictions:
                     if each["width"] == width and method in each["gap"]:
@@ -215,7 +196,7 @@ def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
                         look = {"marker": "_", "color": colour, "linewidth": 1.0, "capsize": 3}
                         panel.errorbar(x, mean, ends, **look, label=f"predicted, width {width}")
             panel.set(xscale="log", xlabel="training tokens, millions", title=f"{method} minus dense")
-            ticks = sorted({tokens / 1e6 for _, tokens in gaps.by_rung})
+            ticks = sorted({tokens / 1e6 for (_, tokens), *_ in gaps.pairs})
             panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             panel.minorticks_off()
         panels[0].set_ylabel("gap in validation loss, nats per token")

@@ -156,11 +156,6 @@ class Trace:
         return self._column("token")
 
     @property
-    def targets(self) -> np.ndarray:
-        """The targets (tokens,) int32, which are -1 if nothing follows."""
-        return self._column("target")
-
-    @property
     def positions(self) -> np.ndarray:
         """The positions (tokens,) int32 in the model's window."""
         return self._column("position")
