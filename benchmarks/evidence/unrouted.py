@@ -1,10 +1,10 @@
 """Counts the tokens without an expert, and measures their loss and the effect of a floor of one expert per token.
 
-    python benchmarks/evidence/unrouted.py RUN [--tokens 400000]
+    python benchmarks/evidence/unrouted.py RUN… [--tokens 400000]
 
-RUN must route by expert threshold. The script prints one JSON object: the fraction of tokens without an expert in each
-layer, the loss by the number of layers in which a token has no expert, and the loss with the floor, under which such a
-token goes to the expert whose cutoff it misses least. The standard error of the difference is over documents.
+Each RUN must route by expert threshold. The script prints a JSON line per run: the fraction of tokens without an expert
+in each layer, the loss by the number of layers in which a token has no expert, and the loss with the floor, under which
+such a token goes to the expert whose cutoff it misses least. The standard error of the difference is over documents.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def measure(path: Path, most: int) -> dict[str, Any]:
     tokens = torch.cat([tokens.flatten() for tokens, _ in rows])
     difference, error = over_documents(floored - nats, tokens, tokenizer.bos)
     return {
+        "run": folder.path.name,
         "tokens": len(nats),
         "documents": int(tokens.eq(tokenizer.bos).sum()),
         "without_expert": (fanouts == 0).double().mean(1).tolist(),
@@ -68,10 +69,11 @@ def measure(path: Path, most: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--tokens", type=int, default=400_000)
     asked = parser.parse_args()
-    print(json.dumps(measure(asked.run, asked.tokens)))
+    for path in asked.runs:
+        print(json.dumps(measure(path, asked.tokens)), flush=True)
 
 
 if __name__ == "__main__":
