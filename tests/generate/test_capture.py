@@ -69,8 +69,10 @@ def test_training_replays_what_was_routed_whatever_the_weights_are_by_then(dispa
         assert model(tokens).observations[0].load.sum() > 0
 
 
-def test_a_replay_with_the_same_weights_is_the_model_itself() -> None:
+@pytest.mark.parametrize("rate", [None, 1.5])
+def test_a_replay_with_the_same_weights_is_the_model_itself(rate: float | None) -> None:
     model = small_model(THRESHOLD)
+    model.set_rate(rate)
     (found, *_) = generated(model)
     with torch.no_grad():
         own = model(found.capture.tokens[None]).logits

@@ -17,7 +17,7 @@ from created import created_by
 from expert_threshold.moe import MoE
 from expert_threshold.moe.router import _Scores, exact_parts
 from expert_threshold.routing import RULES as NAMED
-from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from routed_sum import Case, by_loops, feed_forward_by_hand
 
 RULES = {name: rule for name, rule in TRAINED.items() if rule} | {
@@ -264,6 +264,15 @@ def test_masked_tokens_get_zeros_and_change_nothing_for_the_others(rule: Rule, t
     of_masked = torch.autograd.grad((y[mask] * factors).sum(), parameters)
     of_alone = torch.autograd.grad((expected * factors).sum(), parameters)
     torch.testing.assert_close(of_masked, of_alone)
+
+
+@pytest.mark.parametrize(
+    "rule", [ExpertChoice(4, 1), ExpertThreshold(4, 1, warmup_steps=0, capacity_slack=None, pool="sequence")]
+)
+def test_a_mask_of_all_tokens_changes_no_pool(rule: Rule) -> None:
+    moe, x, mask = MoE(8, 12, rule), torch.randn(3, 16, 8), torch.ones(3, 16, dtype=torch.bool)
+    torch.testing.assert_close(moe(x, mask=mask)[1].batch_cutoff, moe(x)[1].batch_cutoff)
+    assert moe(x[:0], mask=mask[:0])[0].shape == (0, 16, 8)
 
 
 @pytest.mark.parametrize("mask", [torch.ones(2, 3), torch.ones(3, 2, dtype=torch.bool)])

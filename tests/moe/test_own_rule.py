@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.moe import Router, RoutingHistory
 from expert_threshold.moe.follow import _nothing_seen
-from expert_threshold.routing import Observation, Routing, Rule, TokenChoice
+from expert_threshold.routing import Observation, Routing, Rule, TokenChoice, observe
 from expert_threshold.routing.token_choice import BiasState
 from expert_threshold.testing import check_rule
 from expert_threshold.train import TrainConfig
@@ -50,8 +51,27 @@ class Timed(TokenChoice):
         return {"at": state.at}
 
 
+class Summed(TokenChoice):
+    """Token choice with a sum of its own."""
+
+    def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
+        routing = super().route(scores, state, training=training, group=group)
+        best = scores.detach().amax(-1).sum()
+        return routing._replace(observation=observe(scores, routing.assignment, routing.gates, best=best))
+
+
 def test_it_keeps_the_contract() -> None:
     check_rule(Timed(4), ranks=False)
+
+
+@torch.no_grad()
+def test_sequences_with_and_without_a_past_are_routed_together() -> None:
+    """Regression: the observation of the rule's own sums could not be added to that of a row with a past."""
+    router, x = Router(8, Summed(4)).eval(), torch.randn(2, 5, 8)
+    whole, past = router(x), RoutingHistory(scores=router.score(x[:1, :3])[0])
+    found = router(x[:, 3:], [past, RoutingHistory()])
+    assert torch.equal(found.assignment, whole.assignment[:, 3:])
+    assert found.observation.tokens == 4
 
 
 def test_a_metric_that_returns_the_state_has_its_value_before_the_update() -> None:

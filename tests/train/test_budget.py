@@ -192,3 +192,15 @@ def test_a_finished_run_is_given_more_time(start: Start, tmp_path: Path, clock: 
     assert 0.9 * 12 <= result.elapsed <= 12
     with pytest.raises(ValueError, match=r"minutes=0.1: .* has already used 0.\d+ minutes for \d+ steps; allow more"):
         start(resume=True, minutes=6 / 60, **OPTIONS | {"steps": result.step})
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_given_another_length(
+    start: Start, tmp_path: Path, clock: Clock
+) -> None:
+    """Regression: it asked for the learning rate of step −1."""
+    first = start(minutes=6 / 60, **OPTIONS)
+    forget_after(tmp_path / "run", 0)
+    options = OPTIONS | {"steps": first.step}
+    with pytest.raises(ValueError, match=r"has already used 0 minutes for 0 steps; use --steps$"):
+        start(resume=True, minutes=12 / 60, **options)
+    assert start(resume=True, **options | {"steps": first.step + 5}).step == first.step + 5

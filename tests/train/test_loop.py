@@ -103,11 +103,15 @@ def test_another_seed_is_another_run(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(start: Start, tmp_path: Path) -> None:
-    start("whole")
+    sampling: Any = {"sample_every": 8, "sample": lambda *_: "text"}
+    start("whole", **sampling)
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
     forget_after(tmp_path / "killed", 0)
     (tmp_path / "killed" / "tokenizer.json").write_text("{")
-    start("killed", resume=True)
+    for name in ("step_000008.txt", "step_000008 (copy).txt"):  # samples of a step that is forgotten, too
+        (tmp_path / "killed" / "samples" / name).write_text("old")
+    start("killed", resume=True, **sampling)
+    assert (tmp_path / "killed" / "samples" / "step_000008.txt").read_text() == "text"
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
     assert load_model(tmp_path / "killed")[1].vocab_size == 300
 

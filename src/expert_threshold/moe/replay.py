@@ -87,6 +87,9 @@ class _Replayed(Rule):
     def update(self, state: Any, observation: Observation) -> Any:
         return self.rule.update(state, observation)
 
+    def at_rate(self, state: Any, rate: float) -> Any:
+        return self.rule.at_rate(state, rate)
+
     def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
         own = self.rule.route(scores, state, training=training, group=group)
         assignment = self.assignment[:, : scores.shape[1]]
@@ -105,8 +108,8 @@ def replay(model: nn.Module, captures: Sequence[Capture]) -> Iterator[None]:
     """Route every forward as captured, even in training: sequence b of a batch follows captures[b]; padding is skipped.
 
     A forward may leave out tokens at the end of a capture. Gates are computed from the current scores, with gradients.
-    Observations and losses come from the rules' own decisions. Raises ValueError if a batch has a different size or
-    more tokens.
+    Observations and losses come from the rules' own decisions. Under activation checkpointing, backward routes again,
+    so call it inside the block. Raises ValueError if a batch has a different size or more tokens.
     """
     found = routers(model)
     rules = [router.rule for router in found]

@@ -134,7 +134,8 @@ class Router(nn.Module):
 
     def _route_counted(self, x: Tensor, mask: Tensor) -> Routing:
         """Route only the tokens in the mask; the routing is zero for all other tokens."""
-        if self.rule.scope(self.training) == "sequence":  # sequences of unequal lengths: one by one
+        scopes = self.rule.scope(self.training), self.training and self.rule.pool_scope()
+        if "sequence" in scopes and len(x):  # sequences of unequal lengths: one by one
             parts = [self.forward(of_row[counts][None]) for of_row, counts in zip(x, mask, strict=True)]
         else:
             parts = [self.forward(x[mask][None])]  # not a call, whose hooks would count the tokens twice
@@ -159,7 +160,7 @@ class Router(nn.Module):
     def infer(self, scores: Tensor, pasts: Sequence[RoutingHistory] | None) -> Routing:
         """Return the inference routing of scores (batch, time, num_scores)."""
         if not pasts or all(field is None for past in pasts for field in past):
-            return self._route_after(scores, RoutingHistory())
+            return self.rule.route(scores, self.at_rate(self.rate), training=False)
         thresholds = [past.thresholds for past in pasts if past.thresholds is not None]
         if len(thresholds) == len(pasts):  # rows with different states or rates, which `rule.route` takes one by one
             experts = self.rule.num_experts
@@ -172,10 +173,9 @@ class Router(nn.Module):
 
     def _route_after(self, scores: Tensor, past: RoutingHistory) -> Routing:
         state = self.at_rate(self.rate) if past.state is None else past.state
-        if past.scores is None:
-            return self.rule.route(scores, state, training=False)
-        whole = self.rule.route(torch.cat((past.scores[None], scores), 1), state, training=False)
-        new = slice(len(past.scores), None)
+        known = scores[:, :0] if past.scores is None else past.scores[None]
+        whole = self.rule.route(torch.cat((known, scores), 1), state, training=False)
+        new = slice(known.shape[1], None)
         gates, assignment = whole.gates[:, new], whole.assignment[:, new]
         copied = None if whole.passthrough is None else whole.passthrough[:, new]
         seen = observe(scores, assignment, gates)

@@ -41,9 +41,9 @@ SAMPLE = 2048
 def sketch(scores: Tensor) -> Tensor:
     """Return the quantiles (levels, experts) of scores (tokens, experts), in descending order.
 
-    At most SAMPLE tokens are used. Their spacing is odd, so that every position of even-length sequences is sampled.
-    The h-th largest of n scores estimates the quantile at its expected usage, h / (n + 1). Without scores, all
-    quantiles are zero.
+    At most SAMPLE tokens are used. Their spacing is odd, so that every position is sampled if the length of sequences
+    is a power of two. The h-th largest of n scores estimates the quantile at its expected usage, h / (n + 1). Without
+    scores, all quantiles are zero.
     """
     if not len(scores):
         return scores.new_zeros(LEVELS, scores.shape[1])

@@ -243,7 +243,7 @@ class RunLog:
         state = prepared.state
         self._first, self._start = state.step, time.monotonic()
         self._summary = ""
-        done, last, dead = state.parallel.ranks.from_main(lambda: _logged(folder))
+        done, last, dead = state.parallel.ranks.from_main(lambda: _logged(folder, state.step))
         self.last: tuple[float | None, float | None] = (last[0], last[1])
         self.done: dict[str, set[int]] = {kind: set(steps) for kind, steps in done.items()}
         self._dead: set[tuple[int, int]] = set(map(tuple, dead))
@@ -359,7 +359,7 @@ def run_log(folder: RunFolder, prepared: Prepared, display: Display, title: Titl
         yield RunLog(folder, prepared, display, title, opened)
 
 
-def _logged(folder: RunFolder) -> tuple[dict[str, list[int]], list[float | None], list[tuple[int, int]]]:
+def _logged(folder: RunFolder, step: int) -> tuple[dict[str, list[int]], list[float | None], list[tuple[int, int]]]:
     """Return the steps of each kind of evaluation, the results of the last validation, and the dead experts."""
     records = folder.metrics.read()
     with corrupted_file_error(folder.metrics.path, "restore it from a backup, or delete that line"):
@@ -369,6 +369,7 @@ def _logged(folder: RunFolder) -> tuple[dict[str, list[int]], list[float | None]
                 numbers = record["loss"], record["bits_per_byte"]
                 last = [None if number is None else float(number) for number in numbers]
         done = {kind: [r["step"] for r in records if r["split"] == kind] for kind in ("validation", "core")}
-        done["sample"] = [int(path.stem.removeprefix("step_")) for path in folder.samples.glob("step_*.txt")]
+        saved = (path.stem.removeprefix("step_") for path in folder.samples.glob("step_*.txt"))
+        done["sample"] = [int(of_step) for of_step in saved if of_step.isdecimal() and int(of_step) <= step]
         dead = [(int(r["layer"]), int(r["expert"])) for r in records if r.get("event") == "dead_expert"]
         return done, last, dead

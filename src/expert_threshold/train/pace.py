@@ -34,6 +34,7 @@ def tokens_within(seconds: float, run: RunConfig) -> int:
         torch.set_num_threads(config.threads)
     with torch.random.fork_rng(devices=[]):
         gpt = GPT(model, compute_dtype=pick_dtype(config.dtype, device)).to(device)
+        gpt.activation_checkpointing = config.activation_checkpointing
         tokens = torch.randint(model.vocab_size, (config.batch_size, model.context + 1))
         batches = itertools.repeat(Batch(tokens[:, :-1], tokens[:, 1:]))
         optimizers = make_optimizers(gpt.named_parameters(), run.optim, model.d_model)

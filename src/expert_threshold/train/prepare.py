@@ -126,7 +126,7 @@ def prepare(
     state.options = decisive(record)
     if saved is not None:
         state.restore(saved)
-    extended = resume and record.get("time") != folder.config.get("time")
+    extended = state.step > 0 and record.get("time") != folder.config.get("time")
     note = _describe_extension(state) if extended else None
     return Prepared(state, text.tokenizer, text.validation, core, record, note)
 
@@ -192,7 +192,7 @@ def _budget(
     if minutes is not None:
         if not step or 60 * minutes <= elapsed:
             used = f"{folder.path} has already used {elapsed / 60:.3g} minutes for {step} steps"
-            raise ValueError(f"minutes={minutes}: {used}; allow more minutes, or use --steps")
+            raise ValueError(f"minutes={minutes}: {used}; {'allow more minutes, or ' if step else ''}use --steps")
         asked = step + max(1, int(step * (60 * minutes / elapsed - 1)))
     elif asked <= steps:
         raise ValueError(f"steps={asked} is not above the {steps} steps of {folder.path}; use a larger value")
