@@ -79,7 +79,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Readers see either the whole old file or the whole new one. If `path` is a link, its target is replaced.
     """
     path = Path(os.path.realpath(path))
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")  # other processes may write it, too
     try:
         with named(path):
             yield temporary

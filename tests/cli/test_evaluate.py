@@ -141,6 +141,30 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
     capsys.readouterr()
 
 
+def test_two_evaluations_of_a_run_at_once_keep_each_others_results(
+    copy: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(module: Any, name: str, *options: object) -> None:
+        real = getattr(module, name)
+
+        def measured(*given: Any, **how: Any) -> Any:
+            monkeypatch.setattr(module, name, real)
+            assert et("evaluate", copy, "--no-validation", *options) == 0
+            return real(*given, **how)
+
+        monkeypatch.setattr(module, name, measured)
+
+    texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path in texts:
+        path.write_text("the cat sat " * 9)
+    meanwhile(results, "evaluate_task", "--bundle", bundle, "--tasks", "animals")
+    assert et("evaluate", copy, "--no-validation", "--bundle", bundle, "--tasks", "copy") == 0
+    meanwhile(command, "evaluate", "--data", texts[0])
+    assert et("evaluate", copy, "--no-validation", "--data", texts[1]) == 0
+    assert len(read(copy)["answers"]) == 2
+    assert list(read(copy)["data"]) == list(map(str, texts))
+
+
 def test_a_loss_of_other_tokens_is_measured_by_itself(copy: Path) -> None:
     evaluate = ["evaluate", copy, "--json", "--eval-tokens"]
     counts = [json.loads(said(*evaluate, most))[0]["validation"]["tokens"] for most in ("none", 64, "none")]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from cases import et, said
-from commands import Refused
 from expert_threshold.cli import generate as generate_command
 from expert_threshold.generate import Step
 
@@ -47,7 +46,3 @@ def test_text_is_printed_as_it_comes_but_a_terminal_gets_no_orders_from_a_model(
     monkeypatch.setenv("TERM", "dumb")
     assert et("generate", run, "--prompt", "\tp", *(["--show-routing"] if routing else [])) == 0
     assert capsys.readouterr().out.endswith(f"\tp{shown}\n")
-
-
-def test_a_prompt_that_is_not_utf_8_is_named(run: Path, refused: Refused) -> None:
-    refused(["generate", run, "--show-routing", "--prompt", "a\udcff"], "--prompt 'a\\udcff' is not UTF-8")

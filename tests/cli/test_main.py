@@ -281,6 +281,9 @@ def test_a_file_is_json_or_toml_and_may_begin_with_a_byte_order_mark(name: str, 
     (tmp_path / name).write_text(text, encoding="utf-8-sig")
     train = resolve_run({"config": str(tmp_path / name)}).train
     assert (train.seed, train.eval_every) == (7, None)
+    (tmp_path / "twice.json").write_text('{"train": {"seed": 7}, "train": {}}')
+    with pytest.raises(ValueError, match=r"twice.json is not .* \('train' is repeated\)"):
+        resolve_run({"config": str(tmp_path / "twice.json")})
 
 
 def test_options_of_a_file_s_rule_may_need_those_that_are_typed(tmp_path: Path) -> None:

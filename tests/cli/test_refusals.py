@@ -38,6 +38,7 @@ REFUSED = {
     ),
     "train --data ~no-such-user/text": "~no-such-user",
     "evaluate ~no-such-user/run": "~no-such-user",
+    "generate RUN --prompt a\udcff": "'a\\udcff' is not UTF-8; rename the file, or encode",
     "generate": "arguments are required: RUN … see et generate --help",
     "train --d-model 31": "model.d_model=31 cannot be divided into heads … a multiple of that",
     "compare --rules all,dense": "--rules: all is unknown; choose from dense, token_choice",

@@ -197,7 +197,10 @@ def test_threads_work_ahead_of_the_batches() -> None:
     next(loader)
     for _ in range(3):  # the block in use and two more
         assert parts.reading.acquire(timeout=30)
-    loader.close()
+    pool = loader._blocks._pool
+    del loader  # without a call of `close`
+    with pytest.raises(RuntimeError, match="shutdown"):
+        pool.submit(int)
 
 
 def test_a_position_outside_the_corpus_is_refused() -> None:

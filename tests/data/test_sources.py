@@ -446,6 +446,7 @@ def test_questions_stand_above_their_answers(tmp_path: Path) -> None:
         ('{"question": "a", "answer": "b"}\n{"question": "a"}\n', "line 2 has no text in text_field='answer'"),
         ("[1]\n", "line 1 is not a JSON object"),
         ("{\n", "line 1 is not valid JSON"),
+        ("[" * 100_000, "line 1 is not valid JSON"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, lines: str, message: str) -> None:

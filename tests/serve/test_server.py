@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -23,7 +24,7 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed:
 from cases import RULES, small_model, small_tokenizer  # noqa: E402
 from expert_threshold.data import Tokenizer  # noqa: E402
 from expert_threshold.generate import generate  # noqa: E402
-from expert_threshold.generate.engine import Engine  # noqa: E402
+from expert_threshold.generate.engine import Engine, Request  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
 from expert_threshold.serve.connections import bind, url  # noqa: E402
 from expert_threshold.serve.explorer import Explored  # noqa: E402
@@ -423,6 +424,18 @@ def test_a_failed_handler_is_reported_without_its_traceback(
     assert "secret" not in answer.text
     assert "RuntimeError: secret" in caplog.text
     assert 'et_requests_total{path="/v1/completions",status="500"}' in ask(server, "/metrics").text
+
+
+def test_an_engine_whose_loop_was_closed_ends_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker(Engine(small_model(), small_tokenizer()), 1)
+
+    async def begin() -> None:
+        worker.start()
+        worker.submit([Request((1, 2), 30)])
+
+    asyncio.run(begin())  # the loop is closed before the engine's first step, as by a second Ctrl-C
+    worker._thread.join(timeout=60)
+    assert not caplog.text
 
 
 def test_a_failed_engine_of_another_run_is_seen_by_health() -> None:

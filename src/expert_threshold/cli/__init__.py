@@ -105,6 +105,9 @@ def _run(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["--version"]:
         print(f"expert-threshold {__version__}")
         return 0
+    for argument in arguments:
+        if argument != argument.encode(errors="replace").decode():
+            raise ValueError(f"{argument!a} is not UTF-8; rename the file, or encode the text as UTF-8")
     try:
         about = "Mixture-of-experts language models with Expert Threshold routing."
         name, rest = choose("et", "command", about, COMMANDS, arguments, f"\n\nglossary:\n{as_text()}")

@@ -88,7 +88,7 @@ def _tokenizer(given: Given, display: Display) -> str:
         raise ValueError(f"--out is required because {given['source']} is not a folder; choose the file to create")
     out = Path(given["out"] or _beside(given) / TOKENIZER)
     if out.exists():
-        raise ValueError(f"{out} already exists; delete it, or use another --out")
+        raise ValueError(f"{out} already exists; use another --out")
     require_writable(out.absolute().parent, OUT)
     start = time.monotonic()
     display.say(corpus.describe())

@@ -220,11 +220,14 @@ class Run(NamedTuple):
 
     def measure_on(self, source: str, corpus: Corpus, eval_tokens: int | None) -> None:
         """Measure the loss on the held-out part of a source."""
-        saved = self.results.read().get("data")
-        known = saved if isinstance(saved, dict) else {}
         place = _place(source)
-        if not _is_of(known.get(place), corpus.hash, eval_tokens):
-            self.results.write("data", known | {place: self.losses(source, corpus, eval_tokens)})
+        if not _is_of(self._saved("data").get(place), corpus.hash, eval_tokens):
+            found = self.losses(source, corpus, eval_tokens)
+            self.results.write("data", self._saved("data") | {place: found})  # another process may have added some
+
+    def _saved(self, section: str) -> dict[str, Any]:
+        saved = self.results.read().get(section)
+        return saved if isinstance(saved, dict) else {}
 
     def losses(self, what: str, corpus: Corpus, eval_tokens: int | None) -> dict[str, Any]:
         """Return the loss and bits per byte on the corpus's validation split with causal routing. If the rule looks
@@ -264,8 +267,7 @@ class Run(NamedTuple):
         for name, found in harness.ask(self.model, self.tokenizer, self.display.task, max_per_task):
             self.display.say(f"{name}: done")
             asked |= found
-            saved = self.results.read().get("harness")
-            self.results.write("harness", (saved if isinstance(saved, dict) else {}) | found)
+            self.results.write("harness", self._saved("harness") | found)
         return asked
 
 

@@ -32,10 +32,6 @@ def run(arguments: Sequence[str]) -> None:
     """Print the continuation, token by token."""
     options = parse_all("et generate", "Continue a text with a trained model.", OPTIONS, arguments)
     prompt = options["prompt"]
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"--prompt {prompt!a} is not UTF-8; encode it as UTF-8") from None
     model, tokenizer = load_model(options["run"], options["step"], *picked_device(options))
     sampling = ("max_tokens", "temperature", "top_k", "repetition_penalty", "seed", "rate")
     given = {name: options[name] for name in sampling}

@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> None:
     asked = options | {"model": absolute(options["model"]), "data": absolute(options["data"])}
     asked |= {"step": source.step, "text": corpus.hash}
     work = to.with_name(f"{to.name}.partial")
-    if work.exists() and read_json(work / ASKED) != asked:
+    if work.exists() and not ((work / ASKED).is_file() and read_json(work / ASKED) == asked):
         raise ValueError(f"{work} contains unfinished work with other options; use those options, or delete it")
     with Interrupt() as interrupt, Display(Console(stderr=True), name=options["to"]) as display:
         documents = _documents(source, corpus, options)
@@ -91,7 +91,7 @@ def run(arguments: Sequence[str]) -> None:
     source.save(model, whole)
     replace_json(whole / "retrofit.json", report)
     replace_file(whole / "retrofit.md", (text := _markdown(report, compared)).encode())
-    whole.rename(to)
+    whole.rename(to.resolve())
     shutil.rmtree(work)
     print(text, end="")
 

@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -74,7 +75,7 @@ def start_of(given: Given) -> dict[str, str]:
 
 def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
     """Return the options in the file at `path`, keyed by their paths. Raises ValueError if the file is invalid."""
-    loads = tomllib.loads if Path(path).suffix == ".toml" else json.loads
+    loads = tomllib.loads if Path(path).suffix == ".toml" else partial(json.loads, object_pairs_hook=_without_repeats)
     try:
         value = loads(Path(path).read_text("utf-8-sig"))  # some Windows editors write a byte order mark
     except (OSError, ValueError, RecursionError) as error:
@@ -84,6 +85,15 @@ def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
         return by_path(value)
     except ValueError as error:
         raise ValueError(f"{flag} {path}: {error}") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError if a key is repeated, since Python would use only its last value."""
+    found = dict(pairs)
+    for key in found if len(found) < len(pairs) else ():
+        if [name for name, _ in pairs].count(key) > 1:
+            raise ValueError(f"{key!r} is repeated")
+    return found
 
 
 def with_paths(message: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -178,6 +179,7 @@ class Stream:
         self._group = group
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
         self._pool, self._threads = ThreadPoolExecutor(threads, "tokenize"), threads
+        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)  # or Python's exit waits for it
         self._layouts: dict[int, list[npt.NDArray[np.int64]]] = {}
         self._ahead: dict[tuple[int, int], list[Future[Tokens]]] = {}
 

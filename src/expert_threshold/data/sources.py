@@ -185,7 +185,7 @@ def _fields(line: str) -> set[str]:
     """Return the field names of a JSON object, or nothing for any other line, which `files.read` rejects."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return set()
     return set(record) if isinstance(record, dict) else set()
 
@@ -284,7 +284,7 @@ def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str, notes: 
         documents = total = 0
         for document, text in read():
             data = text.encode()
-            digest.update(f"{split} {document} {len(data)}\n".encode())
+            digest.update(f"{split} {document} {len(data)}\n".encode(errors="surrogateescape"))
             digest.update(data)
             documents += 1
             total += len(data)

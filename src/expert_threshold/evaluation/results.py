@@ -99,18 +99,19 @@ def ask_core(
     tasks: all tasks of the bundle, whose mean is CORE. labels: the tasks to evaluate; None evaluates all. say: called
     with a line about each evaluated task. Raises ValueError as `evaluate_task` does.
     """
-    saved = results.read()
-    answers = saved.get("answers")
-    answers = [each for each in answers if _is_whole(each)] if isinstance(answers, list) else []
+
+    def answers() -> list[Any]:
+        saved = results.read().get("answers")
+        return [each for each in saved if _is_whole(each)] if isinstance(saved, list) else []
+
     for task in tasks:
-        if (labels is None or task.label in labels) and _find(answers, task, max_per_task) is None:
+        if (labels is None or task.label in labels) and _find(answers(), task, max_per_task) is None:
             found = asdict(evaluate_task(task, scorer, max_rows=max_per_task, progress=progress(task.label)))
             say(f"{task.label}: {found['accuracy']:.4f} of {found['rows']:,} questions right")
-            answers.append(_asked(task) | found)
-            results.write("answers", answers)
-    known = {}
+            results.write("answers", [*answers(), _asked(task) | found])  # another process may have added some
+    known, kept = {}, answers()
     for task in tasks:
-        if (answer := _find(answers, task, max_per_task)) is not None:
+        if (answer := _find(kept, task, max_per_task)) is not None:
             score = {"baseline": task.baseline, "centred": centred(answer["accuracy"], task.baseline)}
             known[task.label] = answer | score
     core = {
@@ -120,7 +121,7 @@ def ask_core(
         "metric": sum(each["centred"] for each in known.values()) / len(tasks) if len(known) == len(tasks) else None,
         "tasks": known,
     }
-    if _extent(core) >= _extent(saved.get("core")):
+    if _extent(core) >= _extent(results.read().get("core")):
         results.write("core", core)
     return core
 

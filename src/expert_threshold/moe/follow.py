@@ -141,7 +141,7 @@ class Follower:
         current = torch._C._current_graph_task_id()
         if current != self._pass:
             self._pass = current
-            # This backward may have filled gradients already, but not this router's. FSDP's backward replaces its weight.
+            # This backward may have filled gradients already, but not this router's. (FSDP replaces the weight.)
             own = [parameter for parameter in self._with_gradient if parameter is router.weight]
             if any(parameter.grad is None for parameter in own or self._with_gradient):
                 self._forget()  # the gradients of all forwards counted so far were discarded

@@ -168,8 +168,9 @@ class Worker:
             while self._run_commands():
                 self._publish(self.engine.step())
         except Exception:
-            log.exception("the engine has failed")
-            self._loop.call_soon_threadsafe(self._fail)
+            if not self._loop.is_closed():  # as after a second Ctrl-C
+                log.exception("the engine has failed")
+                self._loop.call_soon_threadsafe(self._fail)
 
     def _run_commands(self) -> bool:
         """Run all queued commands, and wait for one if the engine is idle. Returns False on the command to stop."""
