@@ -107,7 +107,7 @@ def losses(rows: int = 256, vocab: int = 65_536) -> list[Launch]:
     with torch.device("meta"):
         logits, wanted = torch.empty(rows, vocab, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
         arguments = (logits, wanted, torch.empty(rows), vocab, 15.0)
-    constants = {"capped": True, "tile": kernels.TILE}
+    constants = {"tile": kernels.TILE}
     launch = Launch("softmax_slopes", kernels.softmax_slopes_of_row, arguments, constants)
     launch = launch._replace(options={"num_warps": kernels.WARPS})
     return [launch._replace(constants=constants | {"with_gradient": gradient}) for gradient in (True, False)]

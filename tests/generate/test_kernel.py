@@ -203,4 +203,6 @@ def test_weights_of_another_dtype_than_the_cache_are_refused() -> None:
     last = torch.zeros(1, 0).bfloat16()
     none: dict[str, Any] = {"smear_gate": None, "smear": 0.0, "backout": 0.0, "qk_scale": 1.0, "offset_from": 1}
     with pytest.raises(RuntimeError, match="a tensor's numbers do not have type BFloat16"):
-        decoder_create(embed=embed, head=embed, cos=cos, sin=cos, cache=cache, last=last, eps=1e-7, softcap=0.0, **none)
+        decoder_create(
+            embed=embed, head=embed, cos=cos, sin=cos, cache=cache, last=last, eps=1e-7, softcap=15.0, **none
+        )

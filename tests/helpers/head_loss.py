@@ -11,22 +11,19 @@ from rounding import HALF_A_UNIT
 
 
 def by_definition(
-    x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, upstream: float = 1.0
+    x: Tensor, weight: Tensor, targets: Tensor, softcap: float, upstream: float = 1.0
 ) -> dict[str, Tensor]:
     """Return the mean over tokens with a target, each token's loss, and the gradients, from materialised logits."""
     x, weight = (t.detach().to(weight.dtype).requires_grad_() for t in (x, weight))
     logits = x @ weight.T
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = softcap * torch.tanh(logits / softcap)
     losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
     mean = losses.sum() / (targets >= 0).sum().clamp(min=1)
     dx, dweight = torch.autograd.grad(upstream * mean, (x, weight))
     return {"mean": mean.detach(), "losses": losses.detach(), "x": dx, "weight": dweight}
 
 
-def as_computed(
-    x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, upstream: float = 1.0
-) -> dict[str, Tensor]:
+def as_computed(x: Tensor, weight: Tensor, targets: Tensor, softcap: float, upstream: float = 1.0) -> dict[str, Tensor]:
     """Return what `linear_cross_entropy` computes of the same."""
     x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
     mean, losses = linear_cross_entropy(x, weight, targets, softcap)

@@ -102,7 +102,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
     shared_experts: int = 1
     dense_layers: int = 1
     rule: dict[str, Any] | None = None
-    final_logit_softcapping: float | None = 15.0
+    final_logit_softcapping: float = 15.0
     gate_norm: str | None = None
     activation: str = "relu2"
     z_loss: float | None = None
@@ -682,8 +682,7 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept]).float()
-        if self.config.softcap is not None:
-            logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
+        logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)

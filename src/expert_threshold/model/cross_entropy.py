@@ -23,10 +23,9 @@ class CrossEntropy(NamedTuple):
     token_losses: Tensor
 
 
-def softcap_logits(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap · tanh(logits / softcap) in float32. None disables the softcap."""
-    logits = logits.float()
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
+    """Return softcap · tanh(logits / softcap) in float32."""
+    return softcap * torch.tanh(logits.float() / softcap)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> CrossEntropy:
@@ -35,7 +34,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> CrossEntropy:
     return CrossEntropy(losses.sum() / (targets >= 0).sum().clamp(min=1), losses.detach())
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> CrossEntropy:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float) -> CrossEntropy:
     """Return the cross-entropy in nats for x (tokens, d_model), a head `weight` (vocab, d_model) and targets (tokens,).
 
     Targets of -1 are ignored. Gradients are computed along with each chunk's logits, so that memory does not grow with
@@ -52,7 +51,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
 
 @torch.library.custom_op("expert_threshold::cross_entropy", mutates_args=())
 def _cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool
+    x: Tensor, weight: Tensor, targets: Tensor, softcap: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses (tokens,) and the gradients of their sum, up to `ctx.slopes` and empty unless `with_gradient`.
 
@@ -62,7 +61,7 @@ def _cross_entropy(
     if (kernel := override("cross_entropy", x, weight, softcap)) is not None:
         found: tuple[Tensor, Tensor, Tensor] = kernel(x, weight, targets, softcap, with_gradient)
         return found
-    cast_weight = (weight if softcap is None else weight * (2 / softcap)).to(x.dtype)
+    cast_weight = (weight * (2 / softcap)).to(x.dtype)
     token_losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     valid = targets >= 0
     wanted = targets.clamp(min=0)
@@ -92,25 +91,23 @@ def _cross_entropy(
 
 
 def _softmax_slopes(
-    logits: Tensor, wanted: Tensor, losses: Tensor, softcap: float | None, with_gradient: bool, buffers: list[Tensor]
+    logits: Tensor, wanted: Tensor, losses: Tensor, softcap: float, with_gradient: bool, buffers: list[Tensor]
 ) -> None:
     """Write the losses (rows,) for logits (rows, vocab). If `with_gradient`, replace the logits by their slopes.
 
     buffers: three float32 buffers, each with at least as many rows.
     """
     sigma, scores, shares = (buffer[: len(logits)] for buffer in buffers)
-    scores.copy_(logits)
-    if softcap is not None:
-        torch.sigmoid(scores, out=sigma)
-        torch.mul(sigma, 2 * softcap, out=scores)
+    sigma.copy_(logits).sigmoid_()
+    torch.mul(sigma, 2 * softcap, out=scores)
     torch.softmax(scores, 1, out=shares)
     # Exponentials are relative to the largest logit, whose probability never underflows.
     below_top = scores.amax(1) - scores.gather(1, wanted[:, None])[:, 0]
     losses.copy_(below_top - shares.amax(1).log())
     if with_gradient:
         shares.scatter_add_(1, wanted[:, None], shares.new_full((1, 1), -1).expand(len(wanted), 1))
-        if softcap is not None:  # the factors 2 cap and 2 / cap make 4, applied at the end
-            torch.ops.aten.sigmoid_backward(shares, sigma, grad_input=shares)
+        # The factors 2 cap and 2 / cap make 4, applied at the end.
+        torch.ops.aten.sigmoid_backward(shares, sigma, grad_input=shares)
         logits.copy_(shares)
 
 
@@ -123,9 +120,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 @_cross_entropy.register_fake
-def _(
-    x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, targets: Tensor, softcap: float, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
     some = slice(None if with_gradient else 0)
     losses = x.new_empty(x.shape[0], dtype=torch.float32)
     return losses, x.new_empty(x[some].shape), weight.new_empty(weight[some].shape)
@@ -136,13 +131,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, softcap: float, with_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         token_losses, dx, dweight = _cross_entropy(x, weight, targets, softcap, with_gradient)
         valid = targets >= 0
         count = valid.sum().clamp(min=1)
         ctx.save_for_backward(dx, dweight, valid, count)
-        ctx.slopes = (1, 1) if softcap is None else (2 * softcap, 4)
+        ctx.slopes = 2 * softcap, 4
         ctx.mark_non_differentiable(token_losses)
         return token_losses.sum() / count, token_losses
 

@@ -244,10 +244,9 @@ register_autograd("expert_threshold::experts_forward", _back_through_experts, se
 # The loss of the head.
 
 
-def _takes_head(x: Tensor, weight: Tensor, softcap: float | None) -> bool:
+def _takes_head(x: Tensor, weight: Tensor, softcap: float) -> bool:
     """Return True if the kernel can apply a head `weight` (vocab, d_model) to rows like x (tokens, d_model)."""
-    capped = softcap is not None and 0 < softcap <= MOST_SOFTCAP
-    return capped and all(weight.shape) and _in_tiles(x, len(weight), fewest=1)
+    return 0 < softcap <= MOST_SOFTCAP and all(weight.shape) and _in_tiles(x, len(weight), fewest=1)
 
 
 def cross_entropy(

@@ -68,7 +68,7 @@ struct Model {
   W* last;                 // (rows, d_model): the embedding of each row's last token, if there is a smear gate
   Gate<W> smear_gate;      // times `smear`, the factor of the previous token's embedding
   float smear, backout;    // the head reads norm(x - backout · the middle layer's output)
-  float eps, softcap;      // 0: none
+  float eps, softcap;
   std::vector<Layer<W>> layers;
   std::vector<Tensor> kept;
   Tensor scratch;
@@ -592,9 +592,7 @@ struct Pass {
     Range range = share(thread, vocab);
     product(model.head, d, range.begin, range.end, d, &own.inputs[first], asked,
             [&](int64_t r, int64_t o, float y) { logits[r * vocab + o] = y; });
-    if (model.softcap)
-      for (int64_t r = 0; r < asked; r++)
-        cap(logits + r * vocab + range.begin, range.end - range.begin, model.softcap);
+    for (int64_t r = 0; r < asked; r++) cap(logits + r * vocab + range.begin, range.end - range.begin, model.softcap);
     barrier();
     for (int64_t r = thread; r < asked; r += threads) summarise(r);
   }

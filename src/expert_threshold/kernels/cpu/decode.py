@@ -30,7 +30,7 @@ def decoder_create(
 
     embed: (vocab, d_model), cos, sin: (capacity, head_dim / 2), float32; cache: (layers, rows, capacity + 1, 2,
     kv_heads, head_dim) and, for smear_gate (1, channels), last: (rows, d_model), in the dtype of head and all other
-    weights, float32 or bfloat16; softcap: 0 disables it.
+    weights, float32 or bfloat16.
     """
     raise NotImplementedError
 
