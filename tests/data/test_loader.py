@@ -84,7 +84,6 @@ def test_every_token_is_a_target_once_per_epoch(parts: Parts | Tokens, context: 
     loader = Loader(parts, 1, context, seed, threads=threads)
     for epoch in range(3):
         assert Counter(epoch_of(loader, epoch)) == Counter(parts.ids)
-    loader.close()
 
 
 @given(PARTS | IN_MEMORY, st.integers(1, 4), st.integers(1, 6), SEEDS, st.integers(0, 20))
@@ -198,7 +197,7 @@ def test_threads_work_ahead_of_the_batches() -> None:
     for _ in range(3):  # the block in use and two more
         assert parts.reading.acquire(timeout=30)
     pool = loader._blocks._pool
-    del loader  # without a call of `close`
+    del loader
     with pytest.raises(RuntimeError, match="shutdown"):
         pool.submit(int)
 
@@ -242,7 +241,6 @@ def test_memory_stays_flat_over_blocks_and_epochs(monkeypatch: pytest.MonkeyPatc
             tracemalloc.reset_peak()
     finally:
         tracemalloc.stop()
-    loader.close()
     # This block, those ahead, one batch: not the corpus, nor more with every epoch.
     assert max(peaks) < 3_500_000
 

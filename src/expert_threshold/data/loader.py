@@ -161,9 +161,6 @@ class Whole:
     def load(self, epoch: int, block: int) -> Tokens:
         return self._tokens
 
-    def close(self) -> None:
-        pass
-
 
 class Stream:
     """A split whose parts are shuffled for each epoch and grouped into blocks of about BLOCK_BYTES of text.
@@ -202,11 +199,6 @@ class Stream:
             if fault:
                 raise ValueError(fault)
         return join([share for share, _ in shares])
-
-    def close(self) -> None:
-        """Stop the threads; no more blocks can be loaded."""
-        self._forget()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _layout(self, epoch: int) -> list[npt.NDArray[np.int64]]:
         """Return, for each block of an epoch, the numbers of its parts."""
@@ -323,10 +315,6 @@ class Loader(Iterator[Batch]):
             position = self._after(position, taken, rows)
         self.position, self.targets = position, targets
         return Batch(*(torch.from_numpy(np.concatenate(parts)) for parts in zip(*read, strict=True)))
-
-    def close(self) -> None:
-        """Stop the threads."""
-        self._blocks.close()
 
     def _after(self, position: Position, rows_taken: int, rows: _Rows) -> Position:
         if position.row + rows_taken < len(rows):
