@@ -31,21 +31,15 @@ MAY_IMPORT |= {"kernels": set(), "routing": {"option"}}  # they know nothing els
 # Packages that are not there on every machine, and the files that exist for each: only those may import the package at
 # their top level. All others import it inside the function that needs it.
 HOMES: dict[str, set[str]] = {
-    "huggingface_hub": set(),
+    **{key: set() for key in ("huggingface_hub", "matplotlib", "optuna", "scipy", "tensorboard", "trackio", "wandb")},
     "lm_eval": {"integrations/lm_eval.py"},
-    "matplotlib": set(),
-    "optuna": set(),
     "pydantic": {"serve/completion.py", "serve/explorer.py", "serve/openapi.py"},
-    "scipy": set(),
     "starlette": {"serve/explorer.py", "serve/server.py"},
-    "tensorboard": set(),
     "tokenizers": {"integrations/transformers.py"},
     "torch.utils.tensorboard": set(),
-    "trackio": set(),
     "transformers": {"integrations/transformers.py"},
     "triton": {"kernels/gpu/cross_entropy.py", "kernels/gpu/experts.py", "routing/radix.py"},
     "uvicorn": {"serve/connections.py"},
-    "wandb": set(),
 }
 ONLY_IN_INTEGRATIONS = {"lm_eval", "transformers"}
 RUNS_CODE_ON_LOAD = {"dill", "joblib", "marshal", "pickle", "shelve"}

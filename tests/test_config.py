@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 from expert_threshold.config import KINDS, RECORDS, RUNS, by_path, resolve, run_config, scaled_optim, scaled_rule
 from expert_threshold.model import PRESETS, TRUNKS, GPTConfig
 from expert_threshold.option import describe
-from expert_threshold.routing import (
-    PAPER_STEPS,
-    RULES,
-    ExpertThreshold,
-    TokenChoice,
-    option_names,
-    rule_name,
-    scaled_decay,
-)
+from expert_threshold.routing import RULES, ExpertThreshold, TokenChoice, option_names, rule_name
+from expert_threshold.routing.cutoffs import PAPER_STEPS, scaled_decay
 from expert_threshold.routing.expert_threshold import SHORT_RUN
 from expert_threshold.train import RunConfig
 

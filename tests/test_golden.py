@@ -41,13 +41,7 @@ def models() -> dict[str, Any]:
 def run(folder: Path, name: str) -> RunFolder:
     """A run of STEPS steps of the model with that name, with everything that a run folder can contain."""
     made = RunFolder.create(folder / name)
-    every: dict[str, Any] = {
-        "log_every": 2,
-        "eval_every": 2,
-        "eval_tokens": 512,
-        "checkpoint_every": 2,
-        "sample_every": 4,
-    }
+    every = {"log_every": 2, "eval_every": 2, "eval_tokens": 512, "checkpoint_every": 2, "sample_every": 4}
     config = TrainConfig(steps=STEPS, batch_size=4, accumulation=2, threads=1, dtype="float32", **every)
     data = DataConfig(source=str(write_text(folder / "corpus.jsonl")))
     optim = OptimConfig(adamw_warmup_steps=1, momentum_warmup_steps=1)
@@ -158,7 +152,6 @@ if __name__ == "__main__":
             "comparison": comparison(sections[2]),
         }
     lines = {
-        name: ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in part.items())
-        for name, part in record.items()
+        n: ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in part.items()) for n, part in record.items()
     }
     GOLDEN.write_text("{\n" + ",\n".join(f" {json.dumps(n)}: {{\n{part}\n }}" for n, part in lines.items()) + "\n}\n")

@@ -15,29 +15,15 @@ from expert_threshold.optim import RELEASE, OptimConfig, groups, muon, orthogona
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice, cutoffs, expert_threshold
 
 EXPERTS = {"num_experts": 16, "experts_per_token": 1}
+CUTOFFS = EXPERTS | {"decay": 0.999, "debias": True}
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-10, "adamw_warmup_steps": 250}
 MOMENTUM = {"momentum": 0.95, "momentum_warmup_steps": 300, "ns_steps": 5}
-PLAIN = {
-    "orthogonalizer": "newton_schulz",
-    "equilibrate": None,
-    "renormalize": None,
-    "normuon": None,
-    "weight_decay": 0.0,
-    "muon_warmup_steps": 0,
-    "momentum_end": None,
-}
+PLAIN = {"orthogonalizer": "newton_schulz", "equilibrate": None, "renormalize": None, "normuon": None}
+PLAIN |= {"weight_decay": 0.0, "muon_warmup_steps": 0, "momentum_end": None}
 RATES = {"matrix_lr": 0.02, "embed_lr": 0.2, "head_lr": 0.004, "router_lr": None, "router_optimizer": "muon"}
 SCHEDULE = {"cooldown": 1.0, "min_lr_ratio": 0.1, "clip": None, "scale_muon": True}
-OF_RELEASE = {
-    "router_lr": 0.004,
-    "router_optimizer": "adamw",
-    "betas": (0.8, 0.95),
-    "adamw_warmup_steps": 0,
-    "cooldown": 0.2,
-    "min_lr_ratio": 0.0,
-    "clip": 1.0,
-    "scale_muon": False,
-}
+OF_RELEASE = {"router_lr": 0.004, "router_optimizer": "adamw", "betas": (0.8, 0.95), "adamw_warmup_steps": 0}
+OF_RELEASE |= {"cooldown": 0.2, "min_lr_ratio": 0.0, "clip": 1.0, "scale_muon": False}
 SIZES = {"vocab_size": 65_536, "context": 2048, "shared_experts": 1, "dense_layers": 1, "activation": "relu2"}
 D12 = {"layers": 12, "d_model": 768, "heads": 6, "kv_heads": 6, "d_expert": 1536, "d_feed_forward": 3072}
 D20 = {"layers": 20, "d_model": 1280, "heads": 10, "kv_heads": 10, "d_expert": 2560, "d_feed_forward": 5120}
@@ -48,21 +34,16 @@ STATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizers of the release": (RELEASE, RATES | SCHEDULE | ADAMW | MOMENTUM | PLAIN | OF_RELEASE),
     "momentum": (groups, {"MOMENTUM_START": 0.85}),
     "iteration": (muon, {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "EPS": 1e-7}),
-    "expert threshold": (
-        ExpertThreshold(),
-        EXPERTS | {"decay": 0.999, "warmup_steps": 4000, "capacity_slack": 0.5, "pool": "global", "debias": True},
-    ),
-    "expert choice": (ExpertChoice(), EXPERTS | {"decay": 0.999, "pool": "batch", "debias": True}),
+    "expert threshold": (ExpertThreshold(), CUTOFFS | {"warmup_steps": 4000, "capacity_slack": 0.5, "pool": "global"}),
+    "expert choice": (ExpertChoice(), CUTOFFS | {"pool": "batch"}),
     "token choice": (TokenChoice(), EXPERTS | {"balance": "none", "aux_strength": 0.001, "bias_rate": 0.005}),
     "model": (GPTConfig(), SIZES | D12 | HEAD),
     "d12": (GPTConfig.preset("d12"), SIZES | D12 | HEAD),
     "d20": (GPTConfig.preset("d20"), SIZES | D20 | HEAD),
     "runs": (recipes, {"PAPER_STEPS": 19_073, "EVAL_EVERY": 250, "EVAL_TOKENS": 10_485_760}),
     "scaled optimizers": (config, {"PAPER_ADAMW_WARMUP_STEPS": 250, "PAPER_MOMENTUM_WARMUP_STEPS": 300}),
-    "scaled cutoffs": (
-        cutoffs,
-        {"PAPER_STEPS": 19_073, "PAPER_DECAY": 0.999, "PAPER_WARMUP_STEPS": 4000, "LEAST_DECAY": 0.9},
-    ),
+    "scaled cutoffs": (cutoffs, {"PAPER_STEPS": 19_073, "PAPER_DECAY": 0.999, "PAPER_WARMUP_STEPS": 4000}),
+    "least decay of cutoffs": (cutoffs, {"LEAST_DECAY": 0.9}),
     "short runs": (expert_threshold, {"SHORT_RUN": 2000, "TREND_DECAY": 0.6}),
 }
 

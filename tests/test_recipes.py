@@ -57,11 +57,8 @@ def test_flags_switch_off_single_pieces_of_nanochats_trunk() -> None:
 
 
 def test_the_tuned_rate_of_matrices_falls_with_the_length_of_a_run_as_far_as_it_was_measured() -> None:
-    found = {
-        steps: resolve("quickstart", {"train.steps": steps}).optim.matrix_lr
-        for steps in (20, 250, 500, 1000, 2000, 5000)
-    }
-    assert found == {20: 0.06, 250: 0.06, 500: 0.035, 1000: 0.02, 2000: 0.014, 5000: 0.01}
+    rates = {20: 0.06, 250: 0.06, 500: 0.035, 1000: 0.02, 2000: 0.014, 5000: 0.01}
+    assert {steps: resolve("quickstart", {"train.steps": steps}).optim.matrix_lr for steps in rates} == rates
     assert resolve("quickstart", {"train.steps": 250, "optim.matrix_lr": 0.03}).optim.matrix_lr == 0.03
 
 
@@ -89,13 +86,8 @@ def test_a_recipe_is_scaled_to_any_preset_and_budget(name: str, preset: str, ste
     if isinstance(rule, ExpertThreshold):
         assert rule.warmup_steps in (0, min(4000, steps // 5), 4000)
         assert rule.warmup_steps <= max(steps, 4000 * (steps >= PAPER_STEPS))
-    if isinstance(rule, ExpertThreshold | ExpertChoice) and name not in (
-        "release",
-        "better_rates",
-        "nanochat",
-        "nanochat_trunk",
-        "tuned",
-    ):
+    others = ("release", "better_rates", "nanochat", "nanochat_trunk", "tuned")
+    if isinstance(rule, ExpertThreshold | ExpertChoice) and name not in others:
         assert rule.decay == scaled_decay(0.999, steps)
     require_pools_fit(config.model, config.train)
     assert run_config(json.loads(json.dumps(config.to_dict()))) == config

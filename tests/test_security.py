@@ -72,9 +72,7 @@ def payloads(owned: Path) -> dict[str, bytes]:
         "python": f"import os\nos.mkdir({str(owned)!r})\n".encode(),
         "numpy": arrays.getvalue(),
         "yaml": f"icl_tasks: !!python/object/apply:os.mkdir [{str(owned)!r}]\n".encode(),
-        "json": json.dumps(
-            {"format": f"__import__('os').mkdir({str(owned)!r})", "rule": {"name": "os:mkdir"}}
-        ).encode(),
+        "json": json.dumps({"format": f"__import__('os').mkdir('{owned}')", "rule": {"name": "os:mkdir"}}).encode(),
     }
 
 
@@ -106,11 +104,7 @@ def read_source(path: Path) -> None:
 
 
 LOADERS: dict[str, Callable[[Path], object]] = {
-    "run": lambda path: [
-        et("train", "--resume", path),
-        et("evaluate", path),
-        et("export", path, "--to", f"{path}-out"),
-    ],
+    "run": lambda run: [et("train", "--resume", run), et("evaluate", run), et("export", run, "--to", f"{run}-out")],
     "exported": lambda path: et("import", path, "--out", f"{path}-out"),
     "shards": read_source,
     "tokens": read_source,

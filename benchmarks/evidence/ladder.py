@@ -2,7 +2,7 @@
 
     python benchmarks/evidence/ladder.py --data FOLDER/tokens --out FOLDER [--widths …] [--megatokens …] [--seeds …]
     python benchmarks/evidence/ladder.py --predict WIDTH MEGATOKENS --out FOLDER > prediction.json
-    python benchmarks/evidence/ladder.py --show FOLDER [--prediction FILE …]
+    python benchmarks/evidence/ladder.py --show FOLDER
     python benchmarks/evidence/ladder.py --data FOLDER/tokens --out FOLDER --matrix-lr 0.01 0.04 [--widths …] …
 
 Each rung is a width of `et train quickstart` and a number of tokens with its own schedule. Under one seed, the methods
@@ -12,7 +12,8 @@ gap of as many new pairs as `--seeds`, from 10,000 bootstrap samples of residual
 one JSON line per finished run. If the command is repeated, it skips these runs and resumes an interrupted one.
 test.jsonl holds the runs' losses on the test part, as `et evaluate RUN… --data TEST --eval-tokens 400000 --json` gives
 them, where TEST is a folder with linux/test/test.parquet and any other Parquet file, which makes all test documents
-held-out text. rates.jsonl holds the records of runs with other learning rates of matrices than the preset's.
+held-out text. rates.jsonl holds the records of runs with other learning rates of matrices than the preset's, and
+prediction-*.json the predictions to be drawn.
 """
 
 from __future__ import annotations
@@ -209,7 +210,6 @@ def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--predict", type=int, nargs=2, metavar=("WIDTH", "MEGATOKENS"))
-    options.add_argument("--prediction", type=Path, nargs="*", default=[], metavar="FILE")
     options.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
     options.add_argument("--megatokens", type=int, nargs="+", default=[2, 4, 8])
     options.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -223,7 +223,7 @@ def main() -> None:
     elif asked.show:
         tests, others = (read(asked.show / name) for name in ("test.jsonl", "rates.jsonl"))
         print(rivals(records), rivals(tests), rates(others), extrapolate(records), sep="\n")
-        predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.prediction]
+        predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.show.glob("prediction-*")]
         draw(records, predictions, asked.show / "ladder.png")
     else:
         for rate, seed, megatokens, width, method in itertools.product(

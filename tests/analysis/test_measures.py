@@ -11,15 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from expert_threshold.analysis.measures import (
-    best_expert_choice,
-    best_token_choice,
-    consistency,
-    expert_token_ratio,
-    load_spread,
-    mutual_information,
-    routing_objective,
-)
+from expert_threshold.analysis import measures
 
 OVERLAPS = ["weighted_jaccard", "weighted_dice", "jaccard", "dice"]  # 1 if equal
 DISTANCES = ["joint_jsd", "total_variation"]  # 0 if equal
@@ -46,7 +38,7 @@ B = routed([{0, 1}, {1, 2}, {2, 3}, {0}])
 
 
 def test_measures_of_two_assignments_have_the_values_worked_by_hand() -> None:
-    assert consistency(A, B) == pytest.approx(
+    assert measures.consistency(A, B) == pytest.approx(
         {
             "weighted_jaccard": 4 / 9,  # 4 edges in common of 6 + 7 − 4
             "weighted_dice": 8 / 13,
@@ -62,17 +54,19 @@ def test_measures_of_two_assignments_have_the_values_worked_by_hand() -> None:
 
 def test_empty_sets_follow_the_papers_conventions() -> None:
     empty, some = routed([set(), set()]), routed([{1}, {0, 1, 2}])
-    alike, apart, swapped = consistency(empty, empty), consistency(empty, some), consistency(some, empty)
+    alike, apart, swapped = (
+        measures.consistency(empty, empty),
+        measures.consistency(empty, some),
+        measures.consistency(some, empty),
+    )
     for names, same in ((OVERLAPS, 1), (DISTANCES, 0)):
         assert all(alike[name] == same and apart[name] == swapped[name] == 1 - same for name in names)
 
 
 @given(assignments(2))
-def test_measures_are_symmetric_between_0_and_1_and_at_their_best_for_equal_assignments_alone(
-    pair: list[Tensor],
-) -> None:
+def test_measures_are_symmetric_from_0_to_1_and_at_their_best_for_equal_assignments_alone(pair: list[Tensor]) -> None:
     a, b = pair
-    there, back, alike = consistency(a, b), consistency(b, a), consistency(a, a)
+    there, back, alike = measures.consistency(a, b), measures.consistency(b, a), measures.consistency(a, a)
     assert there == pytest.approx(back, abs=1e-12)
     for names, same in ((OVERLAPS, 1), (DISTANCES, 0)):
         for name in names:
@@ -94,13 +88,13 @@ def test_divergences_are_those_of_the_distributions_written_out(pair: list[Tenso
         kl = [(torch.xlogy(x, x) - torch.xlogy(x, m)).sum() / math.log(2) for x in (p, q)]
         jsd.append(float(sum(kl)) / 2)
         tv.append(float((p - q).abs().sum()) / 2)
-    found = consistency(*pair)
+    found = measures.consistency(*pair)
     assert found["joint_jsd"] == pytest.approx(sum(jsd) / len(jsd), abs=1e-12)
     assert found["total_variation"] == pytest.approx(sum(tv) / len(tv), abs=1e-12)
 
 
 def test_expert_token_ratio_is_the_share_of_tokens_that_each_expert_got() -> None:
-    assert expert_token_ratio(A).tolist() == [[0.5, 0.5, 0.25, 0.25]]
+    assert measures.expert_token_ratio(A).tolist() == [[0.5, 0.5, 0.25, 0.25]]
 
 
 def test_mutual_information_has_the_values_worked_by_hand() -> None:
@@ -109,7 +103,7 @@ def test_mutual_information_has_the_values_worked_by_hand() -> None:
     # Joint (½, 0; ¼, ¼): H(rows) = 1, H(columns) = h(¼), H(joint) = 1.5.
     half = torch.tensor([[2.0, 0.0], [1.0, 1.0]])
     h = -0.25 * math.log2(0.25) - 0.75 * math.log2(0.75)
-    found = mutual_information(torch.stack([own_expert, blind, half, torch.zeros(2, 2)]))
+    found = measures.mutual_information(torch.stack([own_expert, blind, half, torch.zeros(2, 2)]))
     assert found.tolist() == pytest.approx([1, 0, 1 + h - 1.5, 0], abs=1e-7)
 
 
@@ -117,20 +111,20 @@ def test_mutual_information_has_the_values_worked_by_hand() -> None:
 @example([[2.225073858507203e-309]])  # below the smallest normal number
 def test_mutual_information_is_symmetric_and_bounded_by_both_sides(rows: list[list[float]]) -> None:
     weights = torch.tensor(rows, dtype=torch.float64)
-    bits = mutual_information(weights).item()
-    assert bits == pytest.approx(mutual_information(weights.T).item(), abs=1e-9)
+    bits = measures.mutual_information(weights).item()
+    assert bits == pytest.approx(measures.mutual_information(weights.T).item(), abs=1e-9)
     assert 0 <= bits <= math.log2(min(weights.shape)) + 1e-9
 
 
 def test_load_spread_has_the_values_worked_by_hand() -> None:
     loads = torch.tensor([[3, 3, 3, 3], [1, 1, 1, 5], [0, 0, 0, 12]])
-    assert load_spread(loads).tolist() == [1, 2.5, 4]
-    assert load_spread(torch.zeros(4, dtype=torch.int64)).isnan()
+    assert measures.load_spread(loads).tolist() == [1, 2.5, 4]
+    assert measures.load_spread(torch.zeros(4, dtype=torch.int64)).isnan()
 
 
 def test_the_routing_objective_adds_the_scores_of_what_is_assigned() -> None:
     scores = torch.tensor([[1.0, -2.0], [4.0, torch.inf]])
-    assert routing_objective(scores, torch.tensor([[True, True], [True, False]])) == 3
+    assert measures.routing_objective(scores, torch.tensor([[True, True], [True, False]])) == 3
 
 
 def every_assignment(tokens: int, experts: int) -> list[Tensor]:
@@ -150,8 +144,8 @@ def test_the_optima_are_the_best_of_all_assignments(tokens: int, experts: int, m
     for seed in range(3):
         scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
         scores = scores.round() if seed == 2 else scores  # with ties
-        (mine,) = best_expert_choice(scores[None], k)
-        assert routing_objective(scores, mine) == max(routing_objective(scores, z) for z in choices)
-        mine = best_token_choice(scores, most, load)
-        best = max(routing_objective(scores, z) for z in both)
-        assert routing_objective(scores, mine) == pytest.approx(best.item(), abs=1e-12)
+        (mine,) = measures.best_expert_choice(scores[None], k)
+        assert measures.routing_objective(scores, mine) == max(measures.routing_objective(scores, z) for z in choices)
+        mine = measures.best_token_choice(scores, most, load)
+        best = max(measures.routing_objective(scores, z) for z in both)
+        assert measures.routing_objective(scores, mine) == pytest.approx(best.item(), abs=1e-12)

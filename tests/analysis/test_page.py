@@ -49,9 +49,8 @@ def test_an_axis_becomes_logarithmic_and_linear_again(tab: Page) -> None:
 def test_the_values_of_a_chart_open_as_a_table(tab: Page) -> None:
     tab.click("details.values summary")
     tab.until("document.querySelector('details.values table')")
-    cells = (
-        "[...document.querySelectorAll('details.values tr')].map(row => [...row.cells].map(cell => cell.textContent))"
-    )
+    rows = "[...document.querySelectorAll('details.values tr')]"
+    cells = f"{rows}.map(row => [...row.cells].map(cell => cell.textContent))"
     assert tab.run(cells) == [["tokens trained on", "ET <b>"], ["1", "5"], ["10", "4"], ["100", "3"], ["1,000", "2"]]
 
 

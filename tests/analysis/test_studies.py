@@ -19,14 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_threshold.analysis.figures import FIGURES, load, scores, training
+from expert_threshold.analysis.figures import FIGURES, cutoffs, load, scores, training
 from expert_threshold.analysis.figures.activation import _means, _position_edges
-from expert_threshold.analysis.figures.cutoffs import (
-    capacity,
-    cutoff_stability,
-    cutoffs_and_biases,
-    say_cutoff_stability,
-)
 from expert_threshold.analysis.figures.learning import _pools_gap, _reached
 from expert_threshold.analysis.figures.load import Spread, _objectives, busiest, largest_of, resample, spread_of_windows
 from expert_threshold.analysis.figures.scores import _slope, _spreads
@@ -108,17 +102,17 @@ def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bound
         rule=SimpleNamespace(looks_ahead=False), has_bounds=True, tag={"method": "ET", "kind": "expert_threshold"},
     )  # fmt: skip
     material: Any = SimpleNamespace(routed=[run])
-    data = cutoff_stability(material)
+    data = cutoffs.cutoff_stability(material)
     (entry,) = data["methods"]
     assert len(entry["steps"]) == len(entry["bound"]) < 500
     for step, share in zip(entry["steps"], entry["bound"], strict=True):
         assert np.isnan(share) if step <= 101 else share == (0.25 if step >= 300 else 0)
     assert entry["bound_share"] == pytest.approx(201 / 399 / 4)
-    sentence = say_cutoff_stability(plain(data))
+    sentence = cutoffs.say_cutoff_stability(plain(data))
     assert "lie 0.750 from their running means, which is 37.5 % of the scores' standard deviation" in sentence
     assert "a capacity bound changed the load in 12.6 % of experts and intervals of 2 steps" in sentence
     run.has_bounds = False
-    assert "capacity bound" not in say_cutoff_stability(plain(cutoff_stability(material)))
+    assert "capacity bound" not in cutoffs.say_cutoff_stability(plain(cutoffs.cutoff_stability(material)))
 
 
 # Dynamic computation.
@@ -256,7 +250,6 @@ def run_of(rule: Rule, recorded: dict[str, Any] | None = None) -> Run:
 
 
 def shown(*runs: Run, **others: Any) -> Any:
-    """Material of some runs."""
     return SimpleNamespace(routed=list(runs), focus=runs[0], each=lambda what, items: items, **others)
 
 
@@ -294,11 +287,10 @@ def test_only_rules_that_move_cutoffs_have_them(rule: Rule) -> None:
 
 def test_biases_and_bounds_are_those_of_the_rule() -> None:
     run = run_of(QuantileBalancing(16), {"bias": [0.5] * 16})
-    assert reason(cutoffs_and_biases, run) == (
-        "it compares cutoffs with biases, and these runs recorded only the biases of QB"
-    )
-    assert reason(cutoffs_and_biases, run_of(ReLU())).endswith("no run recorded either")
-    assert reason(capacity, run_of(ReLU())) == "no run has capacity bounds"
+    told = reason(cutoffs.cutoffs_and_biases, run)
+    assert told == "it compares cutoffs with biases, and these runs recorded only the biases of QB"
+    assert reason(cutoffs.cutoffs_and_biases, run_of(ReLU())).endswith("no run recorded either")
+    assert reason(cutoffs.capacity, run_of(ReLU())) == "no run has capacity bounds"
 
 
 @pytest.mark.parametrize("rule", [ExpertThreshold(16, 0.05), ExpertChoice(16, 0.05), ExpertChoice(1, 0.5)], ids=str)
@@ -310,10 +302,8 @@ def test_bounds_exist_for_experts_that_get_less_than_one_token_of_a_small_pool(r
 
 
 def test_a_layer_that_routes_no_token_is_left_out_of_the_sentence() -> None:
-    tag = {"method": "ET", "kind": "ET"}
-    told = load.say_load_balance(
-        {"methods": [{**tag, "spread": [None, 1.5]}, {**tag, "method": "TC", "spread": [None]}]}
-    )
+    spreads = {"ET": [None, 1.5], "TC": [None]}
+    told = load.say_load_balance({"methods": [{"method": m, "kind": "ET", "spread": s} for m, s in spreads.items()]})
     assert told == "In the worst layer, the largest load divided by the mean is 1.50 in ET and – in TC."
 
 
@@ -346,9 +336,6 @@ def test_sentences_speak_of_no_rule_that_is_not_shown() -> None:
     }  # fmt: skip
     objective = {"methods": [{**tag, "rule": 1.0, "population": 1.1, "shares": {"free": 0.91}, "load": 0.9}]}
     histogram = {"methods": [{**tag, "experts": [{"skewness": 0.1, "cutoff": None}] * 2}]}
-    for text in (
-        load.say_load_at_scale(at_scale),
-        load.say_objective(objective),
-        scores.say_score_histograms(histogram),
-    ):
+    said = load.say_load_at_scale(at_scale), load.say_objective(objective), scores.say_score_histograms(histogram)
+    for text in said:
         assert not any(word in text for word in ("choice", "threshold", "dashed"))

@@ -175,9 +175,7 @@ def test_seeds_can_share_their_first_weights_or_their_order(
     assert torch.equal(tokens[:12], tokens[12:]) == (variant == "one_order")
 
 
-def test_a_setting_of_the_frontier_is_recorded_once(
-    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frontier_s_setting_is_recorded_once(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["--data", str(built / "tokens"), "--out", str(tmp_path), "--tokens", "768", "--only", "dense"]
     monkeypatch.setattr(sys, "argv", ["frontier", *given])
     monkeypatch.setattr(frontier, "SHARED", frontier.SHARED.replace("--eval-tokens 400000", SMALL))

@@ -69,9 +69,8 @@ def test_no_optimum_is_claimed_where_the_trials_show_none() -> None:
 
 def test_a_trial_that_failed_does_not_bend_the_parabola() -> None:
     """Where trials were few, losses far above entered the fit, and it promised a loss below any that was measured."""
-    trials = [
-        trial(n, 3 + 0.05 * math.log(a / 0.02) ** 2, a=a) for n, a in enumerate((0.008, 0.012, 0.018, 0.03, 0.05))
-    ]
+    rates = (0.008, 0.012, 0.018, 0.03, 0.05)
+    trials = [trial(n, 3 + 0.05 * math.log(a / 0.02) ** 2, a=a) for n, a in enumerate(rates)]
     found = fit_optima([*trials, trial(5, 5.0, a=0.15)], {"a": SCALES["a"]})
     assert found == fit_optima(trials, {"a": SCALES["a"]})
     assert found["a"].best == pytest.approx(0.02)

@@ -19,12 +19,7 @@ FALLING: speedrun.Curve = [(100, 1.0, 5.0), (200, 2.0, 4.0), (300, 3.0, 4.0), (4
 
 @pytest.mark.parametrize(
     ("seconds", "compiling"),
-    [
-        ({10: 25.0, 20: 35.0, 30: 45.0, 35: 50.0}, 15),
-        ({10: 9.0, 20: 19.0, 30: 29.0}, 0),
-        ({60: 40.0, 120: 50.0}, 30),
-        ({60: 40.0}, 0),
-    ],
+    [({10: 25, 20: 35, 30: 45, 35: 50}, 15), ({10: 9, 20: 19, 30: 29}, 0), ({60: 40, 120: 50}, 30), ({60: 40}, 0)],
 )
 def test_the_compilers_seconds_are_those_beyond_the_median_step(seconds: dict[int, float], compiling: float) -> None:
     lines = [{"step": step, "seconds": since} for step, since in seconds.items()]

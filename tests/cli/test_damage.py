@@ -23,17 +23,9 @@ from expert_threshold.analysis.methods import read_methods
 from expert_threshold.analysis.records import read_run
 from expert_threshold.runs import RunFolder
 
-FILES = (
-    "config.json",
-    "tokenizer.json",
-    "metrics.jsonl",
-    "evaluation.json",
-    "samples/step_000002.txt",
-    "checkpoints/step_000002/manifest.json",
-    "checkpoints/step_000002/state.json",
-    "checkpoints/step_000002/model.safetensors",
-    "checkpoints/step_000002/optimizer.safetensors",
-)
+PARTS = ("manifest.json", "state.json", "model.safetensors", "optimizer.safetensors")
+FILES = ("config.json", "tokenizer.json", "metrics.jsonl", "evaluation.json", "samples/step_000002.txt")
+FILES += tuple(f"checkpoints/step_000002/{part}" for part in PARTS)
 COMMANDS = {
     "resume": ("train", "--resume", "RUN"),
     "evaluate": ("evaluate", "RUN"),

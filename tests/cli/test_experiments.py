@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +16,9 @@ from expert_threshold.data import Tokenizer
 from expert_threshold.install import install
 from expert_threshold.train import device
 
-FEWER: dict[Any, Options] = {
-    "compare": ["--rules", "token_choice", "--seeds", 1],
-    "sweep": ["--methods", "expert_threshold"],
-}
-MORE: dict[Any, Options] = {"compare": ["--seeds", 3], "sweep": ["--trials", 4]}
-OTHER: dict[Any, dict[str, str]] = {
+FEWER = {"compare": ["--rules", "token_choice", "--seeds", 1], "sweep": ["--methods", "expert_threshold"]}
+MORE: dict[str, Options] = {"compare": ["--seeds", 3], "sweep": ["--trials", 4]}
+OTHER: dict[str, dict[str, str]] = {
     "compare": {
         "--steps 8": "steps=8 differs from 4",
         "--layers 2": "layers=2 differs from 3",

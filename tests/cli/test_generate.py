@@ -13,19 +13,14 @@ from expert_threshold.cli import generate as generate_command
 from expert_threshold.generate import Step
 
 
-def test_generation_repeats_itself_under_a_seed(run: Path) -> None:
-    generate = ["generate", run, "--prompt", "the cat", "--max-tokens", 20, "--seed"]
+def test_generation_repeats_itself_under_a_seed_and_shows_where_tokens_went(run: Path) -> None:
+    generate = ["generate", run, "--prompt", "the [cat]", "--max-tokens", 20, "--seed"]
     texts = [said(*generate, seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
-    assert all(text.startswith("the cat") for text in texts)
-
-
-def test_generation_shows_where_tokens_went(run: Path) -> None:
-    arguments = ["generate", run, "--prompt", "the [cat]", "--max-tokens", 20, "--seed", 1]
-    plain = said(*arguments)
-    legend, _, text = said(*arguments, "--show-routing").partition("\n")
+    assert all(text.startswith("the [cat]") for text in texts)
+    legend, _, text = said(*generate, 1, "--show-routing").partition("\n")
     assert legend.startswith("routed experts per layer")
-    assert text == plain
+    assert text == texts[0]
 
 
 SPACES = ("a", "\t", "b\r\n", "\x0b", " c ")

@@ -91,7 +91,7 @@ def test_the_spread_of_few_seeds_is_pooled_over_methods_as_in_an_analysis_of_var
     assert [row.freedom for row in (*few, alone)] == [4, 4, 1]  # a method with fewer seeds than the others has its own
 
 
-def test_differences_are_of_the_same_seed() -> None:
+def test_differences_are_of_the_same_seed_and_methods_without_one_in_common_are_left_out() -> None:
     """The spread between seeds, 1 nat, cancels."""
     losses = {0: 3.0, 1: 4.0, 2: 5.0}
     runs = [result("base", seed, [9, loss]) for seed, loss in losses.items()]
@@ -100,9 +100,6 @@ def test_differences_are_of_the_same_seed() -> None:
     assert base.difference is None
     assert other.difference.mean == pytest.approx(-0.101)
     assert other.difference.verdict == "lower"
-
-
-def test_methods_without_a_seed_in_common_are_left_out() -> None:
     assert [row.method for row in judge([result("base", 0, [1]), result("other", 1, [1])], "base")] == ["base"]
 
 

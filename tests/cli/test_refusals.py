@@ -46,7 +46,6 @@ REFUSED = {
     "analyze . --figures warm": "--figures: warm is unknown; did you mean warmup?",
     "analyze . --gsm8k missing": "--gsm8k missing does not exist",
     "analyze . --domain novels": "--domain novels: expected NAME=SOURCE",
-    "analyze . --domain start=embedded": "--domain start=embedded: the name start is already taken",
     "analyze . --domain a=code --domain a=embedded": "--domain a=embedded: the name a is already taken",
     "analyze . --human-eval missing": "--human-eval missing does not exist",
     "import missing": "missing has no config.json",

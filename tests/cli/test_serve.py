@@ -32,7 +32,6 @@ def path(tmp_path: Path) -> Path:
 
 
 def app_of(*arguments: object) -> Any:
-    """The app that et serve would run."""
     with mock.patch("expert_threshold.serve.connections.run_server") as run:
         assert et("serve", *arguments, "--port", 0) == 0
     return run.call_args.args[0]

@@ -197,7 +197,7 @@ def test_threads_work_ahead_of_the_batches() -> None:
     for _ in range(3):  # the block in use and two more
         assert parts.reading.acquire(timeout=30)
     pool = loader._blocks._pool
-    del loader
+    del loader  # which `close` does, too
     with pytest.raises(RuntimeError, match="shutdown"):
         pool.submit(int)
 

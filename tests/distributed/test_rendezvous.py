@@ -81,9 +81,8 @@ def test_a_lost_collective_is_reported_with_its_cause(
     monkeypatch.setattr(rendezvous, "REPORT_TIMEOUT", 0.5)
     said: list[str] = []
     alive = tuple(rank for rank, text in zip(ranks, texts, strict=True) if text is not None)
-    codes = on_both(
-        lambda rank: rank.report_failure(Failure(texts[rank.rank] or "", 1, is_own=False), "resume", said.append), alive
-    )
+    failures = [Failure(text or "", 1, is_own=False) for text in texts]
+    codes = on_both(lambda rank: rank.report_failure(failures[rank.rank], "resume", said.append), alive)
     assert codes == ["1"] * len(alive)
     [told] = said
     assert re.fullmatch(line, told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -68,9 +69,8 @@ def test_the_batch_size_changes_nothing(tokenizer: Tokenizer, rule: Rule | None,
 def test_a_budget_is_rounded_up_to_whole_windows(tokenizer: Tokenizer) -> None:
     model, tokens = make_model(tokenizer, None), text(tokenizer, 6 * CONTEXT)
     told: list[tuple[int, int]] = []
-    result = evaluate(
-        model, tokens, tokenizer, batch_size=2, max_tokens=2 * CONTEXT + 1, progress=lambda *at: told.append(at)
-    )
+    options = {"batch_size": 2, "max_tokens": 2 * CONTEXT + 1, "progress": lambda *at: told.append(at)}
+    result = evaluate(model, tokens, tokenizer, **options)
     assert result.tokens == 3 * CONTEXT
     assert told == [(2 * CONTEXT, 3 * CONTEXT), (3 * CONTEXT, 3 * CONTEXT)]
     assert evaluate(model, tokens, tokenizer, max_tokens=10**9).tokens == len(tokens) - 1
@@ -78,28 +78,23 @@ def test_a_budget_is_rounded_up_to_whole_windows(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("training_pools", [True, False])
-def test_the_model_keeps_mode_state_and_gradients(tokenizer: Tokenizer, training: bool, training_pools: bool) -> None:
+def test_the_model_keeps_mode_state_and_gradients_also_after_an_error(
+    tokenizer: Tokenizer, training: bool, training_pools: bool
+) -> None:
     model = make_model(tokenizer, RULES["expert_choice"]).train(training)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modes = []
     model.blocks[1].register_forward_hook(lambda module, *_: modes.append(module.training))
-    evaluate(model, text(tokenizer, 40), tokenizer, batch_size=2, training_pools=training_pools)
+    options = {"batch_size": 2, "training_pools": training_pools}
+    evaluate(model, text(tokenizer, 40), tokenizer, **options)
+    assert model.training == training
+    with pytest.raises(RuntimeError, match="stop"):
+        evaluate(model, text(tokenizer, 40), tokenizer, **options, progress=Mock(side_effect=RuntimeError("stop")))
     assert modes
     assert set(modes) == {training_pools}
     assert all(module.training == training for module in model.modules())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
-
-
-def test_the_mode_is_restored_after_an_error(tokenizer: Tokenizer) -> None:
-    model = make_model(tokenizer, None).train()
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        evaluate(model, text(tokenizer, 40), tokenizer, progress=fail)
-    assert model.training
 
 
 def test_pools_give_exact_loads_and_causal_evaluation_need_not(tokenizer: Tokenizer) -> None:

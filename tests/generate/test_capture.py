@@ -24,13 +24,12 @@ def generated(model: GPT, rate: float | None = None) -> list[Generated]:
 
 
 CHOSEN = replace(THRESHOLD, gate="softmax_chosen", gate_scale=2.5)
+LOSS_FREE = TokenChoice(5, 2, balance="loss_free")
 DIALLED = [THRESHOLD, replace(THRESHOLD, gate="softmax"), CHOSEN, RULES["expert_choice"]]
 
 
 @pytest.mark.usefixtures("by")
-@pytest.mark.parametrize(
-    ("rule", "rate"), [*product(DIALLED, [None, 1.5]), (TokenChoice(5, 2, balance="loss_free"), None)]
-)
+@pytest.mark.parametrize(("rule", "rate"), [*product(DIALLED, [None, 1.5]), (LOSS_FREE, None)])
 def test_ids_and_gates_follow_to_the_last_bit_from_scores_and_thresholds(rule: Rule, rate: float | None) -> None:
     model = small_model(rule)
     found = generated(model, rate=rate)

@@ -23,7 +23,7 @@ from expert_threshold.routing import Rule
 from rounding import assert_rounded
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-MODES = ("fast", "strict")
+MODES, WAYS = ("fast", "strict"), ("operations", "kernel")
 both_ways = pytest.mark.usefixtures("by")
 
 # A value for each of the model's options that is neither a switch nor a choice; sizes that fill no vector.
@@ -97,9 +97,7 @@ def test_logits_and_routing_of_a_sequence_equal_the_full_forward(
     assert sum(o.assigned for o in outputs) == sum(int(o.assignment.sum()) for o in outputs)
 
 
-@pytest.mark.parametrize(
-    ("rule", "mode", "by"), covering(product(RULES, MODES, ("operations", "kernel"))), indirect=["by"]
-)
+@pytest.mark.parametrize(("rule", "mode", "by"), covering(product(RULES, MODES, WAYS)), indirect=["by"])
 def test_sequences_of_any_lengths_join_and_leave_and_rows_are_used_again(rule: str, mode: str, by: None) -> None:
     model, chance = small_model(RULES[rule]), random.Random(0)
     decoded = Decoder(model, 4, 40, strict=mode == "strict")

@@ -56,10 +56,8 @@ def muon(rows: int, factor: float) -> Compute:
     return step
 
 
-pytestmark = [
-    pytest.mark.usefixtures("block_kernels"),
-    pytest.mark.parametrize("make", [attention, norm, cross_entropy, experts, muon]),
-]
+every_kernel = pytest.mark.parametrize("make", [attention, norm, cross_entropy, experts, muon])
+pytestmark = [pytest.mark.usefixtures("block_kernels"), every_kernel]
 
 
 def assert_same_bits(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:

@@ -98,10 +98,7 @@ def check_layer(
 
 def check_any_assignment(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
     """Any fanout, any empty expert, ranks with few tokens or none."""
-    kinds: list[dict[str, Any]] = [
-        {"gate_norm": "fanout"},
-        {"activation": "swiglu", "shared_experts": 0, "dispatch": "reference"},
-    ]
+    kinds = [{"gate_norm": "fanout"}, {"activation": "swiglu", "shared_experts": 0, "dispatch": "reference"}]
     for options, shares in itertools.product(kinds, SHARES[ranks]):
         whole = new_layer(**options)
         split = copy.deepcopy(whole)

@@ -75,9 +75,8 @@ def test_a_transposed_parameter_moves_as_a_plain_one(dtype: torch.dtype) -> None
 def test_in_its_turn_a_group_moves_as_it_would_have_at_as_many_times_the_rate(shape: tuple[int, ...]) -> None:
     turns, every = parameters([shape, shape, shape]), parameters([shape, shape, shape])
     always, odd, even = turns.values()
-    muon = Muon(
-        [{"params": [always]}, *({"params": [p], "period": 2, "phase": i} for i, p in enumerate((even, odd)))], 0.1, 0.9
-    )
+    in_turn = ({"params": [p], "period": 2, "phase": i} for i, p in enumerate((even, odd)))
+    muon = Muon([{"params": [always]}, *in_turn], 0.1, 0.9)
     plain = Muon([{"params": [p], "lr": 0.2 if i else 0.1} for i, p in enumerate(every.values())], momentum=0.9)
     for step in range(5):
         before = [[p.detach().clone() for p in named.values()] for named in (turns, every)]

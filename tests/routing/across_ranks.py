@@ -14,16 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expert_threshold.routing import (
-    Cut,
-    ExpertChoice,
-    ExpertThreshold,
-    QuantileBalancing,
-    Rule,
-    TokenChoice,
-    kth_largest,
-    take,
-)
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, QuantileBalancing, Rule, TokenChoice
+from expert_threshold.routing.selection import Cut, kth_largest, take
 from ranks import Collectives, join, mine
 
 EXPERTS = 3

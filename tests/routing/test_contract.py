@@ -14,29 +14,16 @@ import pytest
 import torch
 
 from cases import covering
-from expert_threshold.routing import (
-    RULES,
-    ByCutoff,
-    ExpertChoice,
-    ExpertThreshold,
-    NullSlots,
-    QuantileBalancing,
-    ReLU,
-    Rule,
-    SeqTopK,
-    TokenChoice,
-    TopP,
-    bounds,
-    cutoff,
-    rule_to_dict,
-)
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, QuantileBalancing, ReLU, SeqTopK, TopP
+from expert_threshold.routing.cutoffs import ByCutoff, bounds, cutoff
+from expert_threshold.routing.registry import RULES, rule_to_dict
+from expert_threshold.routing.rule import Rule
+from expert_threshold.routing.token_choice import TokenChoice
 from expert_threshold.testing import BATCH, PROPERTIES, TIME, check_ranks, make_scores, trained
 
 EXPERTS = 6
 
-CASES: dict[str, Rule] = {
-    f"{name.replace('_', ' ')}, {case}": rule for name, cls in RULES.items() for case, rule in cls.cases().items()
-}
+CASES = {f"{name.replace('_', ' ')}, {case}": rule for name, cls in RULES.items() for case, rule in cls.cases().items()}
 SCORES_OF_EXPERTS = {name: rule for name, rule in CASES.items() if rule.num_scores == EXPERTS}
 BY_CUTOFF = {name: rule for name, rule in SCORES_OF_EXPERTS.items() if isinstance(rule, ByCutoff)}
 

@@ -55,18 +55,12 @@ def test_a_subclass_without_a_decorator_of_its_own_is_a_rule(monkeypatch: pytest
     assert rule_from_dict({"name": "renamed", "num_experts": 8}) == Renamed(8)
 
 
-def test_sizes_are_checked_for_a_rule_that_does_not_and_whole_numbers_stay_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sizes_are_checked_for_a_rule_that_does_not_and_whole_ones_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: --experts-per-token 2 was read as 2.0, which `topk` does not accept."""
     monkeypatch.setitem(RULES._rules, "plain", Plain)  # type: ignore[attr-defined]
     assert type(rule_from_dict({"name": "plain", "experts_per_token": 2.0}).experts_per_token) is int
-    for option, value in (
-        ("experts_per_token", 1.5),
-        ("num_experts", 0),
-        ("num_experts", -3),
-        ("experts_per_token", 99),
-    ):
+    wrong = [("experts_per_token", 1.5), ("experts_per_token", 99), ("num_experts", 0), ("num_experts", -3)]
+    for option, value in wrong:
         with pytest.raises(ValueError, match=f"{option}={value} must be "):
             rule_from_dict({"name": "plain", option: value})
 

@@ -122,9 +122,7 @@ def test_warmup_is_expert_choice_and_ends_after_its_last_step() -> None:
 
 
 @pytest.mark.parametrize(("slack", "fewest", "most"), [(None, 0, 24), (0.5, 4, 12), (0, 8, 8)])
-def test_as_many_go_as_exceed_the_cutoff_in_training_within_the_bounds(
-    slack: float | None, fewest: int, most: int
-) -> None:
+def test_as_many_go_as_exceed_the_cutoff_in_training_within_bounds(slack: float | None, fewest: int, most: int) -> None:
     rule, scores = ExpertThreshold(EXPERTS, warmup_steps=0, capacity_slack=slack), make_scores(0)
     ordered, order = scores[0].sort(dim=0, descending=True)
     for above in range(25):  # the cutoff is the next score, or just below the lowest

@@ -159,9 +159,8 @@ def test_a_body_that_is_no_object_of_json_is_refused(body: bytes, parser: Parser
 
 def test_however_deep_a_value_is_nested_it_is_refused(parser: Parser) -> None:
     for depth in range(800, 1100):
-        assert isinstance(
-            attempt(parser, b'{"model": "small", "seed": ' + b"[" * depth + b"]" * depth + b"}"), ApiError
-        )
+        nested = b"[" * depth + b"]" * depth
+        assert isinstance(attempt(parser, b'{"model": "small", "seed": ' + nested + b"}"), ApiError)
 
 
 def test_limits_of_tokens_are_kept() -> None:

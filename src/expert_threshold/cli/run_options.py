@@ -89,11 +89,10 @@ def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises ValueError if a key is repeated, since Python would use only its last value."""
-    found = dict(pairs)
-    for key in found if len(found) < len(pairs) else ():
-        if [name for name, _ in pairs].count(key) > 1:
-            raise ValueError(f"{key!r} is repeated")
-    return found
+    names = [name for name, _ in pairs]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{repeated[0]!r} is repeated")
+    return dict(pairs)
 
 
 def with_paths(message: str) -> str:

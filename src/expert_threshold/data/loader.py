@@ -316,6 +316,10 @@ class Loader(Iterator[Batch]):
         self.position, self.targets = position, targets
         return Batch(*(torch.from_numpy(np.concatenate(parts)) for parts in zip(*read, strict=True)))
 
+    def close(self) -> None:
+        """Stop the threads. No more batches can be read."""
+        del self._blocks
+
     def _after(self, position: Position, rows_taken: int, rows: _Rows) -> Position:
         if position.row + rows_taken < len(rows):
             return Position(position.epoch, position.row + rows_taken, position.block)
