@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from frontier import FAMILIES, SHARED, SOFTMAX
+from frontier import SHARED, SOFTMAX
 from ladder import RIVALS, RULES
 from study import Record, parser, read, record_run, run_script
 from torch import Tensor
@@ -46,7 +46,6 @@ PLAIN = {
 """Questions about options alone: each setting's options."""
 WORDS = {"blocks": "{}", "warmup": "{} of warmup", "shared": "no shared expert", "pools": "pool {}"}
 QUESTIONS = ("adamw", "blocks", "starved", *PLAIN)
-LOSS_FREE = {"loss-free": FAMILIES["loss-free, sign"]["0.03"]}
 
 
 @contextmanager
@@ -132,8 +131,8 @@ def runs(question: str) -> Iterator[tuple[str, str, str, AbstractContextManager[
         for method in ("dense", "expert threshold"):
             yield method, "whole", RULES[method], nullcontext(), late
     else:
-        for method in ("expert threshold", *RIVALS, "loss-free"):
-            yield method, "", (RULES | LOSS_FREE)[method], starved(STEPS // 4), usages
+        for method in ("expert threshold", *RIVALS):
+            yield method, "", RULES[method], starved(STEPS // 4), usages
 
 
 def differences(records: list[Record]) -> str:

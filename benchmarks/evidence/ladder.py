@@ -44,8 +44,9 @@ RULES = {
     "expert threshold (trend)": f"--rule expert_threshold {SOFTMAX} --rule.estimator trend --rule.decay 0.6",
     "token choice": f"--rule token_choice --rule.balance aux --rule.aux-strength 0.01 {SOFTMAX}",
     "quantile balancing": f"--rule quantile_balancing {SOFTMAX}",
+    "loss-free": "--rule token_choice --rule.balance loss_free --rule.bias-rate 0.03",
 }
-RIVALS = ("token choice", "quantile balancing")
+RIVALS = ("token choice", "quantile balancing", "loss-free")
 Rung = tuple[int, int]  # width and tokens
 D12 = (768, PAPER_TOKENS)
 
@@ -131,6 +132,25 @@ def extrapolate(records: list[Record]) -> str:
     """Return the mean gap of expert threshold that the fit over all pairs gives for the paper's d12."""
     mean, low, high = interval(Gaps(records, "expert threshold").bootstrap(D12, 1)[1])
     return f"extrapolated to d12: {mean:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def growth(records: list[Record]) -> str:
+    """Return how the gap to dense changes per doubling of tokens: by the fit, and by slopes within seeds.
+
+    A seed's slope is fitted to its gaps, with a level for each width. The mean of slopes has an interval over seeds.
+    """
+    gaps = Gaps(records, "expert threshold")
+    mean, low, high = interval(gaps.bootstrap(D12, 1)[0][:, 1])
+    slopes = []
+    for seed in sorted({seed for _, seed, _ in gaps.pairs}):
+        points = [(width, math.log2(tokens), gap) for (width, tokens), its, gap in gaps.pairs if its == seed]
+        widths, logs, its_gaps = map(np.array, zip(*points, strict=True))
+        logs -= [logs[widths == width].mean() for width in widths]
+        if logs.any():
+            slopes.append(float(logs @ its_gaps / (logs @ logs)))
+    over = paired(slopes, 0.01)
+    within = f"within {len(slopes)} seeds {over.mean:+.4f} ({over.low:+.4f} to {over.high:+.4f})"
+    return f"change per doubling of tokens: fit {mean:+.4f} ({low:+.4f} to {high:+.4f}), {within}"
 
 
 def methods_of(records: list[Record]) -> list[str]:
@@ -222,7 +242,15 @@ def main() -> None:
         print(json.dumps(predict(records, (width, megatokens * 1_000_000), len(asked.seeds)), indent=1))
     elif asked.show:
         tests, others = (read(asked.show / name) for name in ("test.jsonl", "rates.jsonl"))
-        print(rivals(records), rivals(tests), rates(others), extrapolate(records), sep="\n")
+        print(
+            rivals(records),
+            rivals(tests),
+            rates(others),
+            growth(records),
+            growth(tests),
+            extrapolate(records),
+            sep="\n",
+        )
         predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.show.glob("prediction-*")]
         draw(records, predictions, asked.show / "ladder.png")
     else:

@@ -260,9 +260,9 @@ def test_a_gap_is_predicted_by_its_law_without_a_look_at_the_rung_itself() -> No
         ladder.predict([run for run in runs if run["width"] == 64], (64, 8_000_000), 1)
 
 
-def gaps_of(effects: Sequence[float], noise: float) -> ladder.Gaps:
+def runs_of(effects: Sequence[float], noise: float) -> list[dict[str, Any]]:
     random = np.random.default_rng(1)
-    runs = [
+    return [
         {"method": method, "width": width, "tokens": tokens * 1_000_000, "seed": seed, "corpus": "c"}
         | {"loss": 2.0 if method == "dense" else 2.0 - 0.01 * tokens.bit_length() + effect + random.normal(0, noise)}
         for seed, effect in enumerate(effects)
@@ -270,7 +270,18 @@ def gaps_of(effects: Sequence[float], noise: float) -> ladder.Gaps:
         for tokens in (2, 4, 8)
         for method in ("dense", "expert threshold")
     ]
-    return ladder.Gaps(runs, "expert threshold")
+
+
+def gaps_of(effects: Sequence[float], noise: float) -> ladder.Gaps:
+    return ladder.Gaps(runs_of(effects, noise), "expert threshold")
+
+
+def test_growth_within_seeds_ignores_their_levels_but_not_that_their_slopes_differ() -> None:
+    runs = runs_of([0.0, 0.03, 0.0], 1e-9)
+    for run in runs:  # the last seed's gaps do not change, the others' by -0.01 per doubling
+        run["loss"] = 2.0 if run["seed"] == 2 else run["loss"]
+    short = [run | {"seed": 3} for run in runs if run["seed"] == 0 and run["tokens"] == 2_000_000]
+    assert "within 3 seeds -0.0067 (-0.0210 to +0.0077)" in ladder.growth(runs + short)
 
 
 def half_widths(gaps: ladder.Gaps, pairs: int) -> list[float]:
