@@ -264,8 +264,8 @@ def resolve(
     batch = made_by.options_of_batch(base.train["batch_size"], base.train.get("accumulation", 1))
     model = scaled_model(PRESETS[preset], section("model", made_by.model))
     train = scheduled(base.train, section("train", batch), model["context"], tokens, of_paper=recipe is not None)
-    rescaled = _scaled(other.get("rule.name"), train.steps, in_section(other, "rule"))
-    other |= {f"rule.{name}": value for name, value in rescaled.items()}
+    for name in _scaled(other.get("rule.name"), train.steps, {}):
+        other.pop(f"rule.{name}", None)
     rule = section("rule", made_by.options_of_rule(train.batch_size, model["context"], train.steps))
     return RunConfig(
         model=GPTConfig(**model, rule=scaled_rule(rule.pop("name"), train.steps, **rule)),

@@ -137,17 +137,17 @@ def test_a_run_begins_with_another_ones_model(text: Path, run: Path, tmp_path: P
     assert RunFolder.open(out).config["init_from"] == str(run)
 
 
-def test_a_run_begun_from_another_has_warmup_and_decay_of_its_own_length(tmp_path: Path) -> None:
-    """Regression: they had the other run's length, and counted its steps as already done."""
+@pytest.mark.parametrize("preset", ["d12", "tiny"])
+def test_a_run_begun_from_another_has_the_rule_of_its_own_length(preset: str, tmp_path: Path) -> None:
+    """Regression: its warmup, decay and estimator had the other run's length."""
     first = tmp_path / "first"
-    RunFolder.create(first).write_config(resolve("d12").to_dict())
+    RunFolder.create(first).write_config(resolve(preset).to_dict())
 
     def rule(options: str = "") -> ExpertThreshold:
         return resolved(f"--init-from {first} --steps 500 {options}").model.rule  # type: ignore[return-value]
 
-    fresh = rule()
-    assert (fresh.warmup_steps, fresh.decay, fresh.estimator) == (100, 0.9619, "mean")
-    assert rule("--rule.warmup-steps 30 --rule.decay 0.5").warmup_steps == 30
+    for options in ("", "--no-rule.debias", "--rule.estimator mean", "--rule.warmup-steps 30 --rule.decay 0.5"):
+        assert rule(options) == resolved(f"--steps 500 {options}").model.rule
     with pytest.raises(ValueError, match="warmup_steps=600 is longer than the run of 500 steps"):
         rule("--rule.warmup-steps 600")
 

@@ -167,6 +167,14 @@ def test_a_sequence_takes_its_best_pairs_and_inference_those_of_tokens_so_far(ru
         assert {(t, i) for t, i in assigned.nonzero().tolist()} == wanted
 
 
+def test_long_sequences_get_their_budget_whatever_its_decimal_form() -> None:
+    rule, scores = SeqTopK(EXPERTS, 4 / 3), torch.randn(1, 2048, EXPERTS)
+    fanouts = [rule.route(scores, rule.init(), training=mode).observation.fanout_mean for mode in (True, False)]
+    assert fanouts == [pytest.approx(4 / 3, abs=0.001), pytest.approx(4 / 3, rel=0.1)]
+    with pytest.raises(ValueError, match=r"of 2 tokens: k = ⌊2 · 0\.4⌋ = 0.*larger experts_per_token"):
+        SeqTopK(EXPERTS, 0.4).route(scores[:, :2], rule.init(), training=True)
+
+
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"])
 def test_a_token_without_experts_spreads_no_nan(gate: Any) -> None:
     rule, scores = SeqTopK(EXPERTS, 0.5, gate=gate), make_scores().requires_grad_()

@@ -125,9 +125,9 @@ class ExpertThreshold(ByCutoff):
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the paper's warmup and decay, scaled to the run: warmup lasts 4000 steps, or a fifth of a run shorter
         than the paper's. Runs of up to SHORT_RUN steps use the trend, since the mean would lag, unless `options` set
-        its decay or debias.
+        its decay or switch debias off.
         """
-        by_trend = steps <= SHORT_RUN and not {"decay", "debias"} & options.keys()
+        by_trend = steps <= SHORT_RUN and "decay" not in options and options.get("debias", True)
         estimator = options.get("estimator", "trend" if by_trend else "mean")
         return {
             "estimator": estimator,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,6 @@ from .gates import NULL_SCORES, Gate, Gated, weights_of
 from .observation import Observation, Routing, observe
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
-
-Number = TypeVar("Number", int, Tensor)
 
 
 class Stateless(NamedTuple):
@@ -67,13 +65,20 @@ class SeqTopK(Gated):
         values = self._values(scores.detach())
         batch, time, experts = values.shape
         pairs, budget = values.flatten(1)[..., None], self._budget(time)
+        if training and batch * time > 0 == budget:
+            raise ValueError(
+                f"sequence of {time} tokens: k = ⌊{time} · {self.experts_per_token}⌋ = 0, so experts would get no "
+                "tokens; use longer sequences or a larger experts_per_token"
+            )
         if training or batch * time == 0:
             assignment = take(pairs, kth_largest(pairs, [budget])[0])
         else:
             rank = torch.empty_like(pairs[..., 0], dtype=torch.int64)
             order = pairs[..., 0].sort(dim=1, descending=True, stable=True).indices
             rank.scatter_(1, order, torch.arange(time * experts, device=scores.device).expand(batch, -1))
-            last = kth_of_prefixes(rank, experts, self._budget(torch.arange(1, time + 1, device=scores.device)))
+            over, under = as_ratio(self.experts_per_token)
+            budgets = [tokens * over // under for tokens in range(1, time + 1)]  # products in tensors would overflow
+            last = kth_of_prefixes(rank, experts, torch.tensor(budgets, device=scores.device))
             assignment = rank <= last.repeat_interleave(experts, 1)
         assignment = assignment.reshape(values.shape)
         # Nothing uses the gates of a token without experts, but they must be finite.
@@ -92,7 +97,7 @@ class SeqTopK(Gated):
         (lowest,) = kth_largest(of_token, [self.max_per_token])
         return values.masked_fill(~take(of_token, lowest).reshape(values.shape), -torch.inf)
 
-    def _budget(self, tokens: Number) -> Number:
+    def _budget(self, tokens: int) -> int:
         """Return ⌊tokens · experts_per_token⌋, computed from the decimal form of experts_per_token."""
         numerator, denominator = as_ratio(self.experts_per_token)
         return tokens * numerator // denominator
