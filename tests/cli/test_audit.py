@@ -41,7 +41,7 @@ def test_an_export_is_audited_with_padding(run: Path, text: Path, tmp_path: Path
     said("export", run, "--to", tmp_path / "export")
     other = tmp_path / "other.txt"
     other.write_text("0123456789 " * 99)
-    found = json.loads(said("audit", tmp_path / "export", "--tokens", 200, "--text", text, "--text", other, "--json"))
+    found = json.loads(said("audit", tmp_path / "export", "--tokens", 200, "--data", text, "--data", other, "--json"))
     assert all(check["positions"] for check in found["checks"])
     assert [list(layer["load"]) for layer in found["layers"]] == [[str(text), str(other)]] * 2
     assert found["layers"][0]["information"] > 0
@@ -53,9 +53,9 @@ def test_bad_input_is_refused(run: Path, tmp_path: Path, refused: Refused) -> No
     short.write_text("the cat")
     refused(["audit", tmp_path / "missing"], "missing does not exist")
     refused(["audit", tmp_path], "contains no config.json")
-    refused(["audit", run, "--text", tmp_path / "missing.txt"], "missing.txt", "does not exist")
-    refused(["audit", run, "--text", empty], "empty.txt", "no documents")
-    refused(["audit", run, "--text", short], "tokens; at least 16 are needed")
+    refused(["audit", run, "--data", tmp_path / "missing.txt"], "missing.txt", "does not exist")
+    refused(["audit", run, "--data", empty], "empty.txt", "no documents")
+    refused(["audit", run, "--data", short], "tokens; at least 16 are needed")
     refused(["audit", run, "--tokens", 3], "--tokens: expected a whole number of at least 16")
     refused(["audit", run, "--page", tmp_path / "none" / "page.html"], "--page", "existing folder")
     refused(["audit", run, "--page", tmp_path], "--page", "existing folder")

@@ -101,7 +101,7 @@ def test_shards_in_a_subfolder_find_the_tokenizer_that_was_made_for_them(refused
     assert et("data", "tokenize", tmp_path / "text", "--out", tmp_path / "tokens") == 0
     first, second = (Tokenizer.load(tmp_path / name / "tokenizer.json").hash for name in ("text", "tokens"))
     assert first == second
-    refused(["data", "tokenize", tmp_path / "tokens"], "is not a folder of Parquet shards")
+    refused(["data", "tokenize", tmp_path / "tokens"], "does not have two or more Parquet shards")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["  ", "\n"]}), shards / "shard_3.parquet")
     train = ["train", "tiny", "--vocab-size", 270, "--out", tmp_path / "run", "--data"]
     refused([*train, tmp_path / "text"], "too little validation text for a loss", "--eval-every none")
@@ -145,7 +145,7 @@ def test_what_cannot_be_done_is_refused(
         ("tokenizer missing", "missing does not exist"),
         ("tokenizer missing --vocab-size 5", "vocab_size=5 is too small"),
         (f"tokenizer {text} --vocab-size 300", "--out is required"),  # it was called an unwritable cache folder
-        (f"tokenize {text}", "is not a folder of Parquet shards; only shards can"),
+        (f"tokenize {text}", "does not have two or more Parquet shards"),
         (f"tokenize {tmp_path / 'none'}", "does not exist"),
     ):
         refused(["data", *command.split()], message)

@@ -21,7 +21,7 @@ from .options import COMPUTE, STEP, Option, parse_all, picked_device
 
 OPTIONS = [
     Option("model", str, None, "A run, or the folder or name of a transformers model.", positional=True, required=True),
-    Option("text", str, None, "A text file. Repeat to compare several. Defaults to embedded code and docs.", many=True),
+    Option("data", str, None, "Text to route; may be repeated. Defaults to embedded code and docs.", many=True),
     Option("tokens", Annotated[int, Bounds(least=LEAST)], 32_768, "Number of tokens on which loads are measured."),
     Option("training", bool, False, "Route tokens as in training, but without dropout."),
     Option("page", str | None, None, "Write an HTML page to this file."),
@@ -39,7 +39,7 @@ DESCRIPTION = (
 def run(arguments: Sequence[str]) -> None:
     """Print the verdict."""
     options = parse_all("et audit", DESCRIPTION, OPTIONS, arguments)
-    named = {name: open_held_out(name).documents("validation") for name in options["text"] or ()}
+    named = {name: open_held_out(name).documents("validation") for name in options["data"] or ()}
     if (page := options["page"] and Path(options["page"])) is not None:
         with style():  # fails early without matplotlib
             pass

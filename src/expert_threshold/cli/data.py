@@ -102,7 +102,7 @@ def _tokenizer(given: Given, display: Display) -> str:
 def _tokenize(given: Given, display: Display) -> str:
     corpus = open_source(given["source"], given["text_field"])
     if corpus.parts is None or corpus.tokenized:
-        raise ValueError(f"{corpus.name} is not a folder of Parquet shards; only shards can be tokenized in advance")
+        raise ValueError(f"{corpus.name} does not have two or more Parquet shards, which can be tokenized in advance")
     tokenizer = Tokenizer.load(given["tokenizer"]) if given["tokenizer"] else corpus.tokenizer
     if tokenizer is None:
         raise ValueError(f"{corpus.name} has no {TOKENIZER}; train one with et data tokenizer, or use --tokenizer")
@@ -145,7 +145,7 @@ ENTRIES = {
             SOURCE,
             Option("vocab_size", int, 65536, "Number of tokens in the vocabulary."),
             Option("characters", Count, 2_000_000_000, "Number of characters to train on, from the start of the text."),
-            Option("out", str, BESIDE, "The file to create. et train finds it next to the shards.", derived=True),
+            Option("out", str, BESIDE, "File to create. et train finds it next to two or more shards.", derived=True),
             TEXT_FIELD,
         ],
     ),
