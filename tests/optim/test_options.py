@@ -154,13 +154,3 @@ def test_batches_of_any_size_move_alike(options: dict[str, Any], monkeypatch: py
         moved.append(torch.cat([stack.detach(), single.detach()[None]]))
     torch.testing.assert_close(moved[0], moved[2])
     torch.testing.assert_close(moved[1], moved[2])
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_the_kernel_is_asked_only_with_nesterov_momentum(nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(muon_module, "override", lambda *_: asked.append(1))
-    weight = nn.Parameter(torch.ones(32, 32))
-    weight.grad = torch.randn(32, 32)
-    Muon([weight], nesterov=nesterov, ns_dtype=torch.bfloat16).step()
-    assert bool(asked) == nesterov

@@ -84,7 +84,6 @@ class Muon(Optimizer):
         params: ParamsT,
         lr: NonNegative = 0.02,
         momentum: Decay = 0.95,
-        nesterov: bool = True,
         ns_steps: Count = 5,
         ns_dtype: torch.dtype | None = None,
         *,
@@ -100,7 +99,7 @@ class Muon(Optimizer):
         turn: NonNegativeInt = 0,
     ) -> None:
         defaults = {
-            "lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "ns_dtype": ns_dtype,
+            "lr": lr, "momentum": momentum, "ns_steps": ns_steps, "ns_dtype": ns_dtype,
             "orthogonalizer": orthogonalizer, "equilibrate": equilibrate, "renormalize": renormalize,
             "normuon": normuon, "normuon_beta": normuon_beta, "weight_decay": weight_decay, "cautious": cautious,
             "period": period, "phase": phase, "turn": turn,
@@ -196,7 +195,7 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
     kernel = None
     for piece in pieces:
         state = [each for each in (piece.momentum, piece.second_moment) if each is not None]
-        found = override("muon", piece.weight, state, ns_dtype) if group["nesterov"] else None
+        found = override("muon", piece.weight, state, ns_dtype)
         (others if found is None else native).append(piece)
         kernel = found or kernel
     if kernel is not None:
@@ -214,7 +213,7 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
         directions = batch[0].grad.new_empty(sum(sizes), rows, columns)
         for piece, place in zip(batch, directions.split(sizes), strict=True):
             piece.momentum.lerp_(piece.grad, 1 - momentum)
-            torch.lerp(piece.grad, piece.momentum, momentum if group["nesterov"] else 1.0, out=place)
+            torch.lerp(piece.grad, piece.momentum, momentum, out=place)
         if group["equilibrate"]:
             directions = normalize(directions, group["equilibrate"])
         update = orthogonalize(directions, group["orthogonalizer"], ns_steps, ns_dtype)
