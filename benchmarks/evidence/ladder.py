@@ -153,11 +153,6 @@ def growth(records: list[Record]) -> str:
     return f"change per doubling of tokens: fit {mean:+.4f} ({low:+.4f} to {high:+.4f}), {within}"
 
 
-def methods_of(records: list[Record]) -> list[str]:
-    """Return the methods of the records but dense."""
-    return [name for name in RULES if name != "dense" and any(each["method"] == name for each in records)]
-
-
 def rivals(records: list[Record]) -> str:
     """Return a Markdown table of expert threshold's loss minus each rival's.
 
@@ -197,7 +192,8 @@ def draw(records: list[Record], predictions: list[Record], path: Path) -> None:
     """Draw each pair's gap against tokens, a panel per method, a line per width, and predictions as intervals."""
     from matplotlib.figure import Figure
 
-    methods = methods_of(records)
+    rungs = {name: {rung for rung, *_ in Gaps(records, name).pairs} for name in list(RULES)[1:]}
+    methods = [name for name, each in rungs.items() if len(each) > 1]
     with style():
         figure = Figure(figsize=(WIDE, 3.6), layout="constrained")
         panels = figure.subplots(1, len(methods), sharey=True, squeeze=False)[0]
@@ -242,15 +238,8 @@ def main() -> None:
         print(json.dumps(predict(records, (width, megatokens * 1_000_000), len(asked.seeds)), indent=1))
     elif asked.show:
         tests, others = (read(asked.show / name) for name in ("test.jsonl", "rates.jsonl"))
-        print(
-            rivals(records),
-            rivals(tests),
-            rates(others),
-            growth(records),
-            growth(tests),
-            extrapolate(records),
-            sep="\n",
-        )
+        print(rivals(records), rivals(tests), rates(others), growth(records), growth(tests), sep="\n")
+        print(extrapolate(records))
         predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.show.glob("prediction-*")]
         draw(records, predictions, asked.show / "ladder.png")
     else:
