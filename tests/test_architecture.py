@@ -73,10 +73,6 @@ def imports(tree: ast.AST, package: list[str], on_import: bool = True) -> Iterat
             yield from imports(node, package, on_import and not inside)
 
 
-def is_within(name: str, package: str) -> bool:
-    return name == package or name.startswith(package + ".")
-
-
 def violations(file: str, source: str) -> list[str]:
     """Return the imports of `file` (its path inside the package) that break the rules."""
     parts = file.removesuffix(".py").split("/")
@@ -87,7 +83,7 @@ def violations(file: str, source: str) -> list[str]:
     for name, line, on_import in imports(ast.parse(source), [PACKAGE, *parts[:-1]]):
         where = f"{file}:{line}: "
         top = name.split(".")[0]
-        optional = [package for package in HOMES if is_within(name, package)]
+        optional = [package for package in HOMES if f"{name}.".startswith(f"{package}.")]
         if top == PACKAGE:
             target = [*name.split("."), "__init__"][1]
             # A name that is no component is an attribute of the package itself, such as __version__.

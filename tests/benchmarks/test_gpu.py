@@ -45,10 +45,6 @@ def start(out: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def cases_of(folder: Path, stage: str) -> dict[str, Any]:
-    return Record(folder, stage).cases
-
-
 # What `make test` runs: what "correctness" checks has tests of its own here, and Triton's interpreter takes a minute.
 QUICK = [stage for stage in STAGES if stage != "correctness"]
 
@@ -70,7 +66,7 @@ class Dry:
         self.code = process.returncode
 
     def cases(self, stage: str) -> dict[str, Any]:
-        return cases_of(self.out, stage)
+        return Record(self.out, stage).cases
 
 
 @pytest.fixture(scope="module", params=[QUICK, pytest.param([*STAGES], marks=pytest.mark.soak)], ids=["quick", "whole"])

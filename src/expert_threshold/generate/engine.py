@@ -162,14 +162,10 @@ class TextStream:
         places = [place for each in stop if (place := text.find(each)) >= 0]
         if places:
             return text[: min(places)], True
-        held = 0 if final else max((_overlap(text, each) for each in stop), default=0)
+        begun = (n for each in stop for n in range(len(each)) if text.endswith(each[:n]))
+        held = 0 if final else max(begun, default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], False
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of the text that is a proper prefix of the stop string."""
-    return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
 
 
 class TokenDistribution(NamedTuple):

@@ -167,7 +167,9 @@ def _radix_select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -
         above = at_or_above.gather(-1, found) - histogram.gather(-1, found)
         prefix, remaining = (prefix << bits) + found[..., 0], remaining - above[..., 0]
     ties = keys == prefix[:, None]
-    last = _last_tie(ties, remaining - ties_on_lower_ranks(ties.sum(1), group))
+    count = remaining - ties_on_lower_ranks(ties.sum(1), group)
+    # The index of the count-th tie: -1 if count < 1, the last token if this rank has too few.
+    last = (ties.cumsum(1) < count[:, None]).sum(1).clamp(max=ties.shape[1] - 1).where(count > 0, -1)
     return torch.where(k > 0, scores_of(prefix), torch.inf)[:, None], last[:, None]
 
 
@@ -175,11 +177,6 @@ def ties_on_lower_ranks(ties: Tensor, group: dist.ProcessGroup) -> Tensor:
     everyone = [torch.empty_like(ties) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, ties, group=group)
     return torch.stack(everyone)[: dist.get_rank(group)].sum(0)
-
-
-def _last_tie(ties: Tensor, count: Tensor) -> Tensor:
-    """Return the index of the `count`-th True in ties (…, tokens, experts): -1 if count < 1, the last if too few."""
-    return (ties.cumsum(-2) < count[..., None, :]).sum(-2).clamp(max=ties.shape[-2] - 1).where(count > 0, -1)
 
 
 def _ordered_keys(scores: Tensor) -> Tensor:

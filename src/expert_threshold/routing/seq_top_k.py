@@ -66,10 +66,8 @@ class SeqTopK(Gated):
         batch, time, experts = values.shape
         pairs, budget = values.flatten(1)[..., None], self._budget(time)
         if training and batch * time > 0 == budget:
-            raise ValueError(
-                f"sequence of {time} tokens: k = ⌊{time} · {self.experts_per_token}⌋ = 0, so experts would get no "
-                "tokens; use longer sequences or a larger experts_per_token"
-            )
+            k = f"k = ⌊{time} · {self.experts_per_token}⌋ = 0"
+            raise ValueError(f"{k}, so no expert gets a token; use longer sequences or a larger experts_per_token")
         if training or batch * time == 0:
             assignment = take(pairs, kth_largest(pairs, [budget])[0])
         else:
