@@ -139,10 +139,6 @@ def dense(chosen: Tensor, gates: Tensor, width: int = EXPERTS) -> tuple[Tensor, 
     return zeros.scatter(1, chosen, 1.0).bool(), zeros.scatter(1, chosen, gates.detach())
 
 
-def random_bias(seed: int, width: int = EXPERTS, scale: float = 0.1) -> Tensor:
-    return scale * torch.randn(width, generator=torch.Generator().manual_seed(1000 + seed))
-
-
 @against(
     "null_slots",
     Code("SkyworkAI/MoE-plus-plus", "moe_plus_plus", "MoE++/moe_plus_plus_layer.py"),
@@ -231,7 +227,7 @@ def torchtitan(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Fo
         SimpleNamespace(gate=identity, score_func="sigmoid", _debug_force_load_balance=False, **config)
     )
     for step in range(STEPS):
-        bias = random_bias(step)
+        bias = 0.1 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(1000 + step))
         weights, chosen, _ = router(scores(step).flatten(0, 1), bias)
         assignment, gates = dense(chosen, weights)
         yield ours(rule.route(scores(step), BiasState(bias), training=True)), Found(assignment, {"gates": gates})

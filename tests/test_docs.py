@@ -134,11 +134,6 @@ def small(config: RunConfig) -> RunConfig:
     )
 
 
-def shallow(config: RunConfig) -> RunConfig:
-    """Return the same run with two layers, whose plan takes no time."""
-    return replace(config, model=replace(config.model, layers=2))
-
-
 # What commands other than those that train are asked for at most.
 LESS = {"tokens": 128, "max_tokens": 4, "distill_routers": 2}
 # Of all figures; the others have tests of their own.
@@ -175,7 +170,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     resolve_run = train.resolve_run
     for module in (train, compare):
         monkeypatch.setattr(module, "resolve_run", lambda given: small(resolve_run(given)))
-    monkeypatch.setattr(plan, "resolve_run", lambda given: shallow(resolve_run(given)))
+    monkeypatch.setattr(plan, "resolve_run", lambda given: resolve_run({**given, "model.layers": 2}))  # takes no time
     for module in (train, sweep):
         monkeypatch.setattr(module, "tokens_within", lambda *_: 10**7)
     few = [option._replace(default=2) if option.name == "trials" else option for option in sweep_command.OPTIONS]

@@ -128,19 +128,14 @@ def predict(records: list[Record], rung: Rung, pairs: int) -> Record:
     return made
 
 
-def extrapolate(records: list[Record]) -> str:
-    """Return the mean gap of expert threshold that the fit over all pairs gives for the paper's d12."""
-    mean, low, high = interval(Gaps(records, "expert threshold").bootstrap(D12, 1)[1])
-    return f"extrapolated to d12: {mean:+.3f} ({low:+.3f} to {high:+.3f})"
-
-
 def growth(records: list[Record]) -> str:
-    """Return how the gap to dense changes per doubling of tokens: by the fit, and by slopes within seeds.
+    """Return how the gap to dense changes per doubling of tokens, by the fit and within seeds, and for d12.
 
     A seed's slope is fitted to its gaps, with a level for each width. The mean of slopes has an interval over seeds.
     """
     gaps = Gaps(records, "expert threshold")
-    mean, low, high = interval(gaps.bootstrap(D12, 1)[0][:, 1])
+    coefficients, new = gaps.bootstrap(D12, 1)
+    fits = ["{:+.4f} ({:+.4f} to {:+.4f})".format(*interval(samples)) for samples in (coefficients[:, 1], new)]
     slopes = []
     for seed in sorted({seed for _, seed, _ in gaps.pairs}):
         points = [(width, math.log2(tokens), gap) for (width, tokens), its, gap in gaps.pairs if its == seed]
@@ -149,8 +144,8 @@ def growth(records: list[Record]) -> str:
         if logs.any():
             slopes.append(float(logs @ its_gaps / (logs @ logs)))
     over = paired(slopes, 0.01)
-    within = f"within {len(slopes)} seeds {over.mean:+.4f} ({over.low:+.4f} to {over.high:+.4f})"
-    return f"change per doubling of tokens: fit {mean:+.4f} ({low:+.4f} to {high:+.4f}), {within}"
+    within = f"{over.mean:+.4f} ({over.low:+.4f} to {over.high:+.4f})"
+    return f"per doubling of tokens: {fits[0]}, within {len(slopes)} seeds {within}; extrapolated to d12: {fits[1]}"
 
 
 def rivals(records: list[Record]) -> str:
@@ -239,7 +234,6 @@ def main() -> None:
     elif asked.show:
         tests, others = (read(asked.show / name) for name in ("test.jsonl", "rates.jsonl"))
         print(rivals(records), rivals(tests), rates(others), growth(records), growth(tests), sep="\n")
-        print(extrapolate(records))
         predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.show.glob("prediction-*")]
         draw(records, predictions, asked.show / "ladder.png")
     else:
