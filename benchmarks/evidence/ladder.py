@@ -119,7 +119,7 @@ def predict(records: list[Record], rung: Rung, pairs: int) -> Record:
     made: Record = {"width": rung[0], "tokens": rung[1], "pairs": pairs, "gap": {}, "coefficients": {}}
     for method in list(RULES)[1:]:
         gaps = Gaps(records, method)
-        if any(each != rung for each, *_ in gaps.pairs):
+        if len({each for each, *_ in gaps.pairs} - {rung}) > 1:
             coefficients, new = gaps.bootstrap(rung, pairs, without=rung)
             made["gap"][method] = interval(new)
             made["coefficients"][method] = {

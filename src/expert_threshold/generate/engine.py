@@ -162,7 +162,7 @@ class TextStream:
         places = [place for each in stop if (place := text.find(each)) >= 0]
         if places:
             return text[: min(places)], True
-        begun = (n for each in stop for n in range(len(each)) if text.endswith(each[:n]))
+        begun = (n for each in stop for n in range(min(len(each), len(text) + 1)) if text.endswith(each[:n]))
         held = 0 if final else max(begun, default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], False
