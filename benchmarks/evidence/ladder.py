@@ -44,9 +44,11 @@ RULES = {
     "expert threshold (trend)": f"--rule expert_threshold {SOFTMAX} --rule.estimator trend --rule.decay 0.6",
     "token choice": f"--rule token_choice --rule.balance aux --rule.aux-strength 0.01 {SOFTMAX}",
     "quantile balancing": f"--rule quantile_balancing {SOFTMAX}",
+    "expert threshold (sigmoid)": "--rule expert_threshold",
     "loss-free": "--rule token_choice --rule.balance loss_free --rule.bias-rate 0.03",
 }
-RIVALS = ("token choice", "quantile balancing", "loss-free")
+ET, ET_SIGMOID = "expert threshold", "expert threshold (sigmoid)"
+RIVALS = {"token choice": ET, "quantile balancing": ET, "loss-free": ET_SIGMOID}  # each beside the one with its gates
 Rung = tuple[int, int]  # width and tokens
 D12 = (768, PAPER_TOKENS)
 
@@ -149,11 +151,11 @@ def growth(records: list[Record]) -> str:
 
 
 def rivals(records: list[Record]) -> str:
-    """Return a Markdown table of expert threshold's loss minus each rival's.
+    """Return a Markdown table of expert threshold's loss, with the same gates, minus each rival's.
 
     Differences are averaged over the rungs of a seed, since those are alike. Intervals and verdicts are over seeds.
     """
-    pairs = {rival: Gaps(records, "expert threshold", rival).pairs for rival in RIVALS}
+    pairs = {rival: Gaps(records, like, rival).pairs for rival, like in RIVALS.items()}
     seeds = {
         rival: [[gap for _, its, gap in each if its == seed] for seed in sorted({seed for _, seed, _ in each})]
         for rival, each in pairs.items()

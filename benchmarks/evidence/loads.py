@@ -10,13 +10,11 @@ its standard error over documents.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from study import batches_of, busiest, drawn, over_documents, routed
+from study import batches_of, busiest, drawn, over_documents, print_each_run, routed
 
 from expert_threshold.data import open_source, pack
 from expert_threshold.model.calibrate import calibrate
@@ -24,7 +22,7 @@ from expert_threshold.routing.cutoffs import ByCutoff
 from expert_threshold.runs import RunFolder, load_model
 
 
-def study(path: Path, most: int) -> dict[str, Any]:
+def measure(path: Path, most: int) -> dict[str, Any]:
     """Return the loads of a run's last checkpoint."""
     folder = RunFolder.open(path)
     model, tokenizer = load_model(folder.path, compute_dtype=torch.bfloat16)
@@ -45,14 +43,5 @@ def study(path: Path, most: int) -> dict[str, Any]:
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    parser.add_argument("--tokens", type=int, default=400_000)
-    asked = parser.parse_args()
-    for path in asked.runs:
-        print(json.dumps(study(path, asked.tokens)), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    print_each_run("loads", __doc__, measure)

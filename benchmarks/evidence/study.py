@@ -154,10 +154,19 @@ def parser(about: str | None, *, show: bool = True) -> argparse.ArgumentParser:
     return made
 
 
-def run_script(name: str, main: Callable[[], None]) -> None:
+def run_script(name: str, main: Callable[[], object]) -> None:
     """Call a script's main function, and exit with one line and code 2 if it raises ValueError."""
     try:
         main()
     except ValueError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def print_each_run(name: str, about: str | None, measure: Callable[[Path, int], Record]) -> None:
+    """Print what a script measures on --tokens tokens, a JSON line for each RUN on its command line."""
+    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    made.add_argument("--tokens", type=int, default=400_000)
+    asked = made.parse_args()
+    run_script(name, lambda: [print(json.dumps(measure(run, asked.tokens)), flush=True) for run in asked.runs])

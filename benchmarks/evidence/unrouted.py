@@ -9,14 +9,12 @@ such a token goes to the expert whose cutoff it misses least. The standard error
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from study import batches_of, over_documents, routed, run_script
+from study import batches_of, over_documents, print_each_run, routed
 from torch import Tensor
 
 from expert_threshold.data import open_source, pack
@@ -67,14 +65,5 @@ def measure(path: Path, most: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    parser.add_argument("--tokens", type=int, default=400_000)
-    asked = parser.parse_args()
-    for path in asked.runs:
-        print(json.dumps(measure(path, asked.tokens)), flush=True)
-
-
 if __name__ == "__main__":
-    run_script("unrouted", main)
+    print_each_run("unrouted", __doc__, measure)

@@ -246,9 +246,10 @@ def resolve(
 ) -> RunConfig:
     """Return the run of a preset after changes by a recipe, by `initial`, and by layers of options, in this order.
 
-    Options are keyed by path. initial: options of another run, of which those that depend on the length of a run are
-    scaled to this run. tokens: the budget, in place of steps; with a budget or a recipe, intervals are in proportion to
-    the run. Raises ValueError for unknown names and for values that cannot be trained.
+    Options are keyed by path. initial: options of another run's model and rule, and its train.steps. What the rule
+    scales to the length of a run is scaled to this run, given the options that the other run did not get that way.
+    tokens: the budget, in place of steps; with a budget or a recipe, intervals are in proportion to the run. Raises
+    ValueError for unknown names and for values that cannot be trained.
     """
     if preset not in RUNS:
         raise ValueError(f"unknown preset {preset!r}; {did_you_mean(preset, RUNS)}")
@@ -264,8 +265,10 @@ def resolve(
     batch = made_by.options_of_batch(base.train["batch_size"], base.train.get("accumulation", 1))
     model = scaled_model(PRESETS[preset], section("model", made_by.model))
     train = scheduled(base.train, section("train", batch), model["context"], tokens, of_paper=recipe is not None)
-    for name in _scaled(other.get("rule.name"), train.steps, {}):
-        other.pop(f"rule.{name}", None)
+    default = _scaled(other.get("rule.name"), other.pop("train.steps", 0), {})
+    deliberate = dict(in_section(other, "rule").items() - default.items())
+    now = merged(deliberate, *(in_section(layer, "rule") for layer in chosen[1:]))
+    other |= {f"rule.{name}": value for name, value in _scaled(other.get("rule.name"), train.steps, now).items()}
     rule = section("rule", made_by.options_of_rule(train.batch_size, model["context"], train.steps))
     return RunConfig(
         model=GPTConfig(**model, rule=scaled_rule(rule.pop("name"), train.steps, **rule)),

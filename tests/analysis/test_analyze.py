@@ -67,16 +67,11 @@ def test_only_the_paper_s_question_sets_are_called_by_their_names(tmp_path: Path
 
 
 def test_domains_of_any_name_are_reported_apart(out: Path) -> None:
-    data = {name: data_of(out, name) for name in ("specialisation", "domain_shares")}
-    for found in data.values():
-        assert found["domains"] == {"code": "HumanEval", "math": "GSM8K", "prose": ""}
-    for entry, whole in zip(data["domain_shares"]["methods"], data["specialisation"]["methods"], strict=True):
-        ratios = array(list(whole["ratios"].values()))  # (domains, layers, experts)
-        shares = array(entry["shares"])  # (layers, domains, experts)
-        assert shares.shape == (len(entry["layers"]), 3, ratios.shape[-1])
-        used = ratios.sum(0) > 0
-        np.testing.assert_allclose(shares.sum(1), used, atol=1e-5)  # numbers are written with six digits
-        np.testing.assert_allclose(shares[:, 2], ratios[2] / np.maximum(ratios.sum(0), 1e-9), atol=1e-5)
+    data = data_of(out, "specialisation")
+    assert data["domains"] == {"code": "HumanEval", "math": "GSM8K", "prose": ""}
+    for entry in data["methods"]:
+        ratios = array(list(entry["ratios"].values()))
+        assert ratios.shape[:2] == (3, len(entry["layers"]))
         assert 0 < max(entry["bits"]) <= np.log2(3)
 
 

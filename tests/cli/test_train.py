@@ -148,6 +148,8 @@ def test_a_run_begun_from_another_has_the_rule_of_its_own_length(preset: str, tm
 
     for options in ("", "--no-rule.debias", "--rule.estimator mean", "--rule.warmup-steps 30 --rule.decay 0.5"):
         assert rule(options) == resolved(f"--steps 500 {options}").model.rule
+    RunFolder.open(first).write_config(resolve(preset, recipe="expert_threshold_no_warmup").to_dict())
+    assert rule().estimator == ("mean" if preset == "tiny" else "trend")  # for tiny, the mean was a choice
     with pytest.raises(ValueError, match="warmup_steps=600 is longer than the run of 500 steps"):
         rule("--rule.warmup-steps 600")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
@@ -64,8 +64,8 @@ class SeqTopK(Gated):
         """Route float32 scores of shape (batch, time, num_scores), in which each row is a sequence from its start."""
         values = self._values(scores.detach())
         batch, time, experts = values.shape
-        pairs, budget = values.flatten(1)[..., None], self._budget(time)
-        if training and batch * time > 0 == budget:
+        pairs, (budget,) = values.flatten(1)[..., None], self._budgets([time])
+        if training and batch and time and not budget:
             k = f"k = ⌊{time} · {self.experts_per_token}⌋ = 0"
             raise ValueError(f"{k}, so no expert gets a token; use longer sequences or a larger experts_per_token")
         if training or batch * time == 0:
@@ -74,9 +74,8 @@ class SeqTopK(Gated):
             rank = torch.empty_like(pairs[..., 0], dtype=torch.int64)
             order = pairs[..., 0].sort(dim=1, descending=True, stable=True).indices
             rank.scatter_(1, order, torch.arange(time * experts, device=scores.device).expand(batch, -1))
-            over, under = as_ratio(self.experts_per_token)
-            budgets = [tokens * over // under for tokens in range(1, time + 1)]  # products in tensors would overflow
-            last = kth_of_prefixes(rank, experts, torch.tensor(budgets, device=scores.device))
+            budgets = torch.tensor(self._budgets(range(1, time + 1)), device=scores.device)
+            last = kth_of_prefixes(rank, experts, budgets)
             assignment = rank <= last.repeat_interleave(experts, 1)
         assignment = assignment.reshape(values.shape)
         # Nothing uses the gates of a token without experts, but they must be finite.
@@ -95,10 +94,13 @@ class SeqTopK(Gated):
         (lowest,) = kth_largest(of_token, [self.max_per_token])
         return values.masked_fill(~take(of_token, lowest).reshape(values.shape), -torch.inf)
 
-    def _budget(self, tokens: int) -> int:
-        """Return ⌊tokens · experts_per_token⌋, computed from the decimal form of experts_per_token."""
+    def _budgets(self, counts: Iterable[int]) -> list[int]:
+        """Return ⌊tokens · experts_per_token⌋ for each count of tokens, from the decimal form of experts_per_token.
+
+        Integers of Python are exact; in a tensor, products with a long decimal form would overflow.
+        """
         numerator, denominator = as_ratio(self.experts_per_token)
-        return tokens * numerator // denominator
+        return [tokens * numerator // denominator for tokens in counts]
 
     def update(self, state: Stateless, observation: Observation) -> Stateless:
         return state
@@ -112,7 +114,7 @@ class SeqTopK(Gated):
         return "sequence"
 
     def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
-        return self._budget(tokens) if training else None
+        return self._budgets([tokens])[0] if training else None
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
         return Window(sequence, None)

@@ -17,8 +17,8 @@ from ..measures import expert_token_ratio, mutual_information
 from ..plain import Data, NotShownError, array
 from ..records import Run
 from ..sentences import counted, each, listed, percent
-from .plot import PANEL, Strokes, colour_scale, heat, panels
-from .style import INK, MUTED, SMALL, WIDE, Axes, Figure, expert_colours, monospaced, strokes
+from .plot import colour_scale, heat, panels
+from .style import INK, MUTED, SMALL, WIDE, Axes, Figure, monospaced, strokes
 
 CELLS = 108
 """The maximum number of tokens of a passage shown in cells, which is two or three rows on a wide page."""
@@ -72,55 +72,6 @@ def say_specialisation(data: Data) -> str:
         f"The information of a routed token's expert about its domain ({listed(names)}), in bits averaged over layers, "
         f"is {bits}; the maximum is {math.log2(len(names)):.3g}. "
         f"The darkest cell is an expert that gets {percent(most)} of a domain's tokens."
-    )
-
-
-def domain_shares(material: Material) -> Data:
-    """Compute the share of each domain in an expert's tokens, (layers, domains, experts), for domains of equal size.
-
-    An expert without tokens has shares of 0.
-    """
-    found = specialisation(material)
-    for entry in found["methods"]:
-        ratios = torch.stack(list(entry.pop("ratios").values()), dim=1)
-        entry["shares"] = ratios / ratios.sum(1, keepdim=True).clamp(min=torch.finfo(ratios.dtype).tiny)
-    return found
-
-
-def draw_domain_shares(data: Data) -> Figure:
-    """Draw each expert as a bar of the domains of its tokens, sorted by the first, with a row of panels per method."""
-    methods, domains = data["methods"], list(data["domains"])
-    colours = dict(zip(domains, expert_colours(len(domains)), strict=True))
-    key: Strokes = {name: {"color": colour, "linewidth": 5} for name, colour in colours.items()}
-    shown = {
-        f"{entry['method']}\nlayer {layer}": array(shares)
-        for entry in methods
-        for layer, shares in zip(entry["layers"], entry["shares"], strict=True)
-    }
-    most = max(len(entry["layers"]) for entry in methods)
-    columns = most if most * PANEL < WIDE else None
-    figure, every = panels(WIDE, list(shown), 0.7, "experts, sorted", "tokens", key=key, columns=columns)
-    for axes, shares in zip(every, shown.values(), strict=True):
-        shares = shares[:, np.argsort(-shares[0], kind="stable")]
-        bottom = np.zeros(shares.shape[1])
-        for colour, share in zip(colours.values(), shares, strict=True):
-            axes.bar(range(len(share)), share, bottom=bottom, width=1, color=colour, edgecolor=colour)
-            bottom = bottom + share
-        axes.set(xlim=(-0.5, shares.shape[1] - 0.5), ylim=(0, 1), xticks=[])
-        axes.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
-        axes.grid(False)
-    return figure
-
-
-def say_domain_shares(data: Data) -> str:
-    def clause(entry: Data) -> str:
-        most = array(entry["shares"]).max(1)  # of each expert in each layer
-        return f"{(most > 0.5).sum()} of {counted(most.size, 'expert')}"
-
-    evenly = percent(1 / len(data["domains"]))
-    return (
-        f"With the same number of tokens from every domain, an expert that ignores domains gets {evenly} of its "
-        f"tokens from each. One domain has more than half of the tokens of {each(data, clause)}."
     )
 
 
@@ -292,7 +243,6 @@ def passages(measure: Callable[[np.ndarray], np.ndarray], most: int | None, mate
 
 FIGURES = [
     Study("specialisation", "Expert specialisation", specialisation, draw_specialisation, say_specialisation),
-    Study("domain_shares", "Tokens of each expert by domain", domain_shares, draw_domain_shares, say_domain_shares),
     Study("passage_intensity", "Computation over the text",
           partial(passages, lambda assignment: assignment.sum(axis=(0, 2)), None),
           draw_passage_intensity, say_passage_intensity),
