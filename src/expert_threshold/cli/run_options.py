@@ -52,8 +52,7 @@ def resolve_run(given: Given) -> RunConfig:
         source = RunFolder.open(given["init_from"])
         with source.named():
             initial = by_path({section: source.section(section) for section in ("model", "rule")})
-            if "train" in source.config:  # of an imported model, it is unknown
-                initial["train.steps"] = int(source.section("train")["steps"])
+            initial["train.steps"] = int(source.config.get("train", {}).get("steps", 0))  # unknown if it was imported
     if given.get("tokens") is not None:
         file.pop("train.steps", None)  # a flag takes precedence over the file
     flags = {path: value for path, value in given.items() if "." in path}
