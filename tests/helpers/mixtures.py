@@ -18,7 +18,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {},
     "GptOss": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
     "DeepseekV3": LATENT | GROUPS | {"first_k_dense_replace": 1, "n_shared_experts": 1, "head_dim": 8},
-    "NemotronH": GROUPS | {"layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 24},
+    "NemotronH": GROUPS
+    | {"layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 24, "moe_latent_size": 16},
 }
 
 

@@ -22,6 +22,7 @@ from expert_threshold.integrations.retrofit import Calibrator, Checkpoint, at_to
 from expert_threshold.model.calibrate import calibrate
 from expert_threshold.routing import Rule, TokenChoice
 from expert_threshold.runs import load_model
+from mixtures import mixture
 
 FAST: Options = ["--tokens", 512, "--batch-size", 4, "--eval-tokens", 1500, "--dtype", "float32"]
 TOP = TokenChoice(4, 2, balance="loss_free")
@@ -267,7 +268,15 @@ def test_what_cannot_be_retrofitted_is_refused_and_leaves_nothing(tmp_path: Path
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_mixture_of_transformers_is_retrofitted_and_loads_again(tmp_path: Path, text: Path) -> None:
+def test_experts_in_a_latent_space_have_outputs_of_the_models_width() -> None:
+    pytest.importorskip("transformers")
+    block, x = mixture("NemotronH").model.layers[1].mixer, torch.randn(5, 32)
+    inner = x @ block.fc1_latent_proj.weight.T @ block.experts.up_proj[1].T
+    outer = inner.relu().square() @ block.experts.down_proj[1].T @ block.fc2_latent_proj.weight.T
+    torch.testing.assert_close(retrofit._output(block, x, 1), outer)
+
+
+def test_a_mixture_of_transformers_is_retrofitted_and_loads_again(tmp_path: Path, text: Path, refused: Refused) -> None:
     transformers = pytest.importorskip("transformers")
     from expert_threshold.integrations.swap import SwappedRouter, swap_rule
 
@@ -290,6 +299,7 @@ def test_a_mixture_of_transformers_is_retrofitted_and_loads_again(tmp_path: Path
     last = report["variable"]["norms, distilled all at 2"]
     assert nats == pytest.approx(last["loss"], rel=1e-4)
     assert fanout == pytest.approx(last["fanout"], rel=1e-2)
+    refused(["retrofit", tmp_path / "new", "--to", tmp_path / "newer", "--data", text], "routes by expert_threshold")
 
 
 def test_one_cutoff_is_on_the_values_that_the_checkpoint_compares_with_its_biases() -> None:

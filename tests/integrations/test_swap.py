@@ -127,6 +127,14 @@ def test_swapped_back_a_mixture_computes_what_it_did() -> None:
     torch.testing.assert_close(swap_rule(model, own)(tokens()).logits, before)
 
 
+def test_biases_trained_by_the_own_rule_are_saved_under_the_models_name_for_them(tmp_path: Path) -> None:
+    model = mixture("DeepseekV3")
+    trained(swap_rule(model, own_rule(model))).save_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(plain(tokens()).logits, model(tokens()).logits)
+
+
 def test_a_rule_that_the_model_has_keeps_its_state_and_its_follower(tmp_path: Path) -> None:
     model = trained(swap_rule(mixture(), THRESHOLD))
     for again in (swap_rule(model), swap_rule(model, THRESHOLD)):

@@ -81,7 +81,7 @@ class Request(NamedTuple):
             (0 <= self.temperature < math.inf, "temperature", "finite and at least 0; 0 picks the likeliest token"),
             (self.top_k is None or self.top_k >= 1, "top_k", "at least 1; none samples from all tokens"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1; use 1 to sample from all tokens"),
-            (0 < penalty < math.inf, "repetition_penalty", "finite and above 0; use 1 for no penalty"),
+            (0.01 <= penalty <= 100, "repetition_penalty", "between 0.01 and 100; use 1 for no penalty"),
             (seed is None or 0 <= seed < 2**63, "seed", "an integer from 0 to 2**63 - 1; none picks one"),
         ):
             if not valid:

@@ -39,6 +39,8 @@ def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dty
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from .swap import SAVED, swap_rule
+
     hub_logging.set_verbosity_error()  # each retry logs a warning
     logging.set_verbosity_error()  # the causes of its warnings are checked here
     logging.disable_progress_bar()
@@ -60,4 +62,6 @@ def load_any(name: str, step: int | None, device: torch.device, dtype: torch.dty
             f"{name}: the tokenizer has {len(tokenizer)} tokens, but the model has only {rows}; use its own tokenizer"
         )
     tokenizer.model_max_length = 10**9  # documents are cut into windows here
+    if hasattr(model.config, SAVED):
+        swap_rule(model)  # the folder was saved with another rule than its architecture's
     return model.to(device).eval(), tokenizer

@@ -197,7 +197,8 @@ def _output(mixture: Any, x: Tensor, expert: int) -> Tensor:
     """Return one expert's outputs for x (tokens, d_model) before multiplication by gates."""
     ids = torch.full((len(x), 1), expert, device=x.device)
     if not isinstance(mixture, MoE):
-        y: Tensor = mixture.experts(x, ids, torch.ones_like(ids, dtype=x.dtype))
+        into, out = (getattr(mixture, f"fc{n}_latent_proj", nn.Identity()) for n in (1, 2))  # of Nemotron-H
+        y: Tensor = out(mixture.experts(into(x), ids, torch.ones_like(ids, dtype=x.dtype)))
         return y
     one = F.one_hot(ids[:, 0], mixture.router.rule.num_experts)
     return mixture.dispatch(x, one.to(x.dtype), one.bool(), mixture.experts, None, rows=None)

@@ -79,6 +79,7 @@ class SwappedRouter(Router):
             self.register_buffer("e_score_correction_bias", own)
             if getattr(rule, "balance", None) == "loss_free":
                 self.state.bias.copy_(own)
+                self.register_state_dict_pre_hook(_save_biases)
         self.inputs: Inputs | None = None
         self.waits = self.mixed = self.recomputed = False  # see `note`
         self.train(old.training)
@@ -114,6 +115,11 @@ class SwappedRouter(Router):
         if self.inputs is None or self.inputs.rows[0] * self.inputs.rows[1] != tokens:
             return Inputs((1, tokens), None)  # the block was called on its own
         return self.inputs
+
+
+def _save_biases(router: Any, *_: object) -> None:
+    """Save trained biases under the name of the model's own, too, which is all that a loader without us reads."""
+    router.e_score_correction_bias.copy_(router.state.bias)
 
 
 def routers(model: nn.Module) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def completion_model(name: str, limits: Limits, context: int, dial: float | None
             "prompt": (str | list[str] | list[int] | list[list[int]] | None, None),
             "n": (int | None, Field(1, ge=1, le=limits.n)),
             "top_p": (float | None, Field(1.0, ge=0, le=1)),
-            "repetition_penalty": (float | None, Field(1.0, gt=0, le=2)),
+            "repetition_penalty": (float | None, Field(1.0, ge=0.01, le=2)),
             "logprobs": (int | None, Field(None, ge=0, le=limits.logprobs)),
             "stop": (str | list[str] | None, None),
             "stream": flag,
