@@ -12,8 +12,8 @@ gap of as many new pairs as `--seeds`, from 10,000 bootstrap samples of residual
 one JSON line per finished run. If the command is repeated, it skips these runs and resumes an interrupted one.
 test.jsonl holds the runs' losses on the test part, as `et evaluate RUN… --data TEST --eval-tokens 400000 --json` gives
 them, where TEST is a folder with linux/test/test.parquet and any other Parquet file, which makes all test documents
-held-out text. rates.jsonl holds the records of runs with other learning rates of matrices than the preset's, and
-prediction-*.json the predictions to be drawn.
+held-out text. rates.jsonl holds the records of runs with other learning rates of matrices than the preset's,
+rates-test.jsonl their losses on the test part, and prediction-*.json the predictions to be drawn.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
@@ -50,6 +51,9 @@ RULES = {
 ET, ET_SIGMOID = "expert threshold", "expert threshold (sigmoid)"
 RIVALS = {"token choice": ET, "quantile balancing": ET, "loss-free": ET_SIGMOID}  # each beside the one with its gates
 Rung = tuple[int, int]  # width and tokens
+LONGEST = 16_000_000  # tokens
+IDENTITY = ("method", "width", "tokens", "seed")
+WIDTHS = {"all widths": (64, 128, 256), "width 64": (64,), "widths 128 and 256": (128, 256)}
 D12 = (768, PAPER_TOKENS)
 
 
@@ -64,7 +68,7 @@ class Gaps:
     """The gaps of one method to another, and their fit over log₂ tokens and log₂ dense parameters."""
 
     def __init__(self, records: list[Record], method: str, baseline: str = "dense") -> None:
-        of = {(each["method"], each["width"], each["tokens"], each["seed"]): each for each in records}
+        of = {itemgetter(*IDENTITY)(each): each for each in records}
         self.pairs: list[tuple[Rung, int, float]] = []  # rung, seed, gap
         for (name, width, tokens, seed), base in sorted(of.items()):
             other = of.get((method, width, tokens, seed))
@@ -130,24 +134,61 @@ def predict(records: list[Record], rung: Rung, pairs: int) -> Record:
     return made
 
 
-def growth(records: list[Record]) -> str:
-    """Return how the gap to dense changes per doubling of tokens, by the fit and within seeds, and for d12.
+def over_seeds(values: Sequence[float]) -> str:
+    """Return the mean of values, with its 95 % interval over seeds, and their number."""
+    if not values:
+        return ""
+    found = paired(values, 0.01)
+    ends = "" if found.low is None else f"{found.low:+.4f} to {found.high:+.4f}; "
+    return f"{found.mean:+.4f} ({ends}{len(values)})"
 
-    A seed's slope is fitted to its gaps, with a level for each width. The mean of slopes has an interval over seeds.
-    """
-    gaps = Gaps(records, "expert threshold")
-    coefficients, new = gaps.bootstrap(D12, 1)
-    fits = ["{:+.4f} ({:+.4f} to {:+.4f})".format(*interval(samples)) for samples in (coefficients[:, 1], new)]
-    slopes = []
+
+def slopes(gaps: Gaps, widths: Collection[int]) -> list[float]:
+    """Return each seed's slope over log₂ tokens, fitted with a level for each width."""
+    of_seeds = []
     for seed in sorted({seed for _, seed, _ in gaps.pairs}):
-        points = [(width, math.log2(tokens), gap) for (width, tokens), its, gap in gaps.pairs if its == seed]
-        widths, logs, its_gaps = map(np.array, zip(*points, strict=True))
-        logs -= [logs[widths == width].mean() for width in widths]
+        points = [(w, math.log2(tokens), gap) for (w, tokens), its, gap in gaps.pairs if its == seed and w in widths]
+        its_widths, logs, its_gaps = np.array(points).reshape(-1, 3).T
+        logs -= [logs[its_widths == width].mean() for width in its_widths]
         if logs.any():
-            slopes.append(float(logs @ its_gaps / (logs @ logs)))
-    over = paired(slopes, 0.01)
-    within = f"{over.mean:+.4f} ({over.low:+.4f} to {over.high:+.4f})"
-    return f"per doubling of tokens: {fits[0]}, within {len(slopes)} seeds {within}; extrapolated to d12: {fits[1]}"
+            of_seeds.append(float(logs @ its_gaps / (logs @ logs)))
+    return of_seeds
+
+
+def growth(columns: Mapping[str, list[Record]]) -> str:
+    """Return a Markdown table of how the gap to dense grows with tokens, by the fit and within seeds, and its ends."""
+    table: dict[str, list[str]] = defaultdict(list)
+    for records in columns.values():
+        gaps = Gaps(records, "expert threshold")
+        coefficients, new = gaps.bootstrap(D12, 1)
+        per_doubling, at_d12 = ("{:+.4f} ({:+.4f} to {:+.4f})".format(*interval(x)) for x in (coefficients[:, 1], new))
+        table["per doubling of tokens, fit"].append(per_doubling)
+        for name, widths in WIDTHS.items():
+            table[f"within seeds, {name}"].append(over_seeds(slopes(gaps, widths)))
+        for width in (64, 128):  # 256 has too few seeds
+            last = [gap for rung, _, gap in gaps.pairs if rung == (width, LONGEST)]
+            table[f"gap at 16M tokens, width {width}"].append(over_seeds(last))
+        table["extrapolated to d12"].append(at_d12)
+    return markdown(["gap to dense", *columns], [[name, *cells] for name, cells in table.items()])
+
+
+def lower_rate(records: list[Record], others: list[Record]) -> list[Record]:
+    """Return records whose longest runs are replaced by those at 0.01, today's matrix learning rate of the preset."""
+    shorter = [each for each in records if each["tokens"] < LONGEST]
+    return shorter + [each for each in others if each["tokens"] == LONGEST and each["matrix_lr"] == 0.01]
+
+
+def read_growth(folder: Path) -> dict[str, list[Record]]:
+    """Return the columns of the table of growth from a folder's records."""
+    validation, test, others, tests = (
+        read(folder / f"{name}.jsonl") for name in ("records", "test", "rates", "rates-test")
+    )
+    return {
+        "validation": validation,
+        "test": test,
+        "16M tokens at 0.01: validation": lower_rate(validation, others),
+        "test (0.01)": lower_rate(test, tests),
+    }
 
 
 def rivals(records: list[Record]) -> str:
@@ -171,8 +212,12 @@ def rivals(records: list[Record]) -> str:
     return markdown(head, lines)
 
 
-def rates(records: list[Record]) -> str:
-    """Return a Markdown table of losses by learning rate of matrices, with a row per rung, seed and method."""
+def rates(others: list[Record], ladder: list[Record]) -> str:
+    """Return a Markdown table of losses by learning rate of matrices, with a row per rung, seed and method.
+
+    Runs of the ladder, whose longest rungs were trained at 0.02, complete the rows. Rows with one rate are left out.
+    """
+    records = [each | {"matrix_lr": 0.02} for each in ladder if each["tokens"] == LONGEST] + others
     columns = sorted({each["matrix_lr"] for each in records})
     losses: dict[tuple[int, int, int, str], dict[float, str]] = defaultdict(dict)
     for each in records:
@@ -181,6 +226,7 @@ def rates(records: list[Record]) -> str:
     lines = [
         [f"{width}, {megatokens}M, {seed}, {method}", *(row.get(rate, "") for rate in columns)]
         for (width, megatokens, seed, method), row in sorted(losses.items())
+        if len(row) > 1
     ]
     return markdown(["width, tokens, seed, method", *map(str, columns)], lines)
 
@@ -235,7 +281,7 @@ def main() -> None:
         print(json.dumps(predict(records, (width, megatokens * 1_000_000), len(asked.seeds)), indent=1))
     elif asked.show:
         tests, others = (read(asked.show / name) for name in ("test.jsonl", "rates.jsonl"))
-        print(rivals(records), rivals(tests), rates(others), growth(records), growth(tests), sep="\n")
+        print(rivals(records), rivals(tests), rates(others, records), growth(read_growth(asked.show)), sep="\n")
         predictions = [json.loads(path.read_text(encoding="utf-8")) for path in asked.show.glob("prediction-*")]
         draw(records, predictions, asked.show / "ladder.png")
     else:

@@ -239,8 +239,10 @@ def test_the_page_shows_its_tables_as_the_records_give_them() -> None:
     assert all(table(asked) in page for table in (critics.differences, critics.rates, critics.recovery))
     assert shift.table(critics.read(docs / "results" / "evidence" / "shift.jsonl")) in page
     records = docs / "results" / "evidence" / "ladder"
-    for name, table in (("records", ladder.rivals), ("test", ladder.rivals), ("rates", ladder.rates)):
-        assert table(ladder.read(records / f"{name}.jsonl")) in page
+    validation, test, others = (ladder.read(records / f"{name}.jsonl") for name in ("records", "test", "rates"))
+    assert all(table in page for table in (ladder.rivals(validation), ladder.rivals(test)))
+    assert ladder.rates(others, validation) in page
+    assert ladder.growth(ladder.read_growth(records)) in page
 
 
 def test_a_gap_is_predicted_by_its_law_without_a_look_at_the_rung_itself() -> None:
@@ -281,7 +283,8 @@ def test_growth_within_seeds_ignores_their_levels_but_not_that_their_slopes_diff
     for run in runs:  # the last seed's gaps do not change, the others' by -0.01 per doubling
         run["loss"] = 2.0 if run["seed"] == 2 else run["loss"]
     short = [run | {"seed": 3} for run in runs if run["seed"] == 0 and run["tokens"] == 2_000_000]
-    assert "within 3 seeds -0.0067 (-0.0210 to +0.0077)" in ladder.growth(runs + short)
+    table = ladder.growth({"validation": runs + short})
+    assert "| within seeds, all widths | -0.0067 (-0.0210 to +0.0077; 3) |" in table
 
 
 def half_widths(gaps: ladder.Gaps, pairs: int) -> list[float]:
