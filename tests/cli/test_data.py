@@ -83,6 +83,8 @@ def test_more_shards_change_no_run(world: None, cache: Path, small: Options, ref
     said("evaluate", run, "--bundle", "none", "--eval-tokens", 64)
     said("train", *text, "--data.train-shards", 2, "--out", tmp_path / "limited")
     assert (tmp_path / "limited" / weights).read_bytes() == before
+    shutil.copytree(cache / "fineweb-edu", tmp_path / "moved")
+    said("train", "--resume", tmp_path / "limited", "--data", tmp_path / "moved", "--steps", 3)
     shutil.rmtree(cache)
     for shards, seeds in ((2, 1), (4, 2)):
         said("data", "fineweb-edu", "--shards", shards)

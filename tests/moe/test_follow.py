@@ -205,6 +205,16 @@ def test_a_model_followed_again_is_followed_once(again: str) -> None:
     assert_all_equal(once.states(), twice.states())
 
 
+def test_a_part_of_a_followed_model_is_not_followed_again() -> None:
+    """The rules of the other layers would no longer be updated."""
+    model = Foreign(ROUTED[0])
+    *_, follower = followed(model)
+    with pytest.raises(ValueError, match="call remove"):
+        follow(model.layers[0], torch.optim.SGD(model.layers[0].parameters(), 0.1))
+    model(X).mean().backward()
+    assert tokens_seen(follower) == [16, 16]
+
+
 class Wrapper(torch.optim.Optimizer):
     """A wrapper like Accelerate's, which is an optimizer by its class only."""
 

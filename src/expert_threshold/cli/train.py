@@ -18,8 +18,9 @@ import torch
 from .. import __version__
 from ..analysis.sentences import counted, short
 from ..config import RunConfig, in_section, run_config
+from ..data.tokens import MANIFEST
 from ..distributed import INTERRUPTED, Failure, Rendezvous, is_lost_rank, launch, local_batch
-from ..files import missing_folders, remove_empty
+from ..files import expand, missing_folders, remove_empty
 from ..full_run import SAMPLING, train_run
 from ..generate import printable
 from ..install import et, program
@@ -196,7 +197,9 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
         changes["train.steps"] = max(1, changes["tokens"] // per_step)
     changes.setdefault("train.expert_parallel", math.gcd(config.train.expert_parallel, ranks))
     # The text may have moved, as shards or as their tokens, but its hash must be the same.
-    moved = {"source": given["data.source"], "train_shards": None} if "data.source" in given else {}
+    moved = {"source": given["data.source"]} if "data.source" in given else {}
+    if moved and (expand(given["data.source"]) / MANIFEST).is_file():
+        moved["train_shards"] = None  # tokens have no shards
     train = replace(config.train, **in_section(changes, "train"))
     return replace(config, data=replace(config.data, **moved), train=train)
 

@@ -39,17 +39,9 @@ def find(path: Path) -> list[Path]:
     Raises ValueError if there is nothing to read, and OSError if a folder cannot be read.
     """
     if path.is_dir():
-        visible, seen = [], set()
-        for folder, folders, names in os.walk(path, onerror=_refuse, followlinks=True):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            if (real := os.path.realpath(folder)) in seen:  # following a link to a parent folder would never end
-                folders.clear()
-                continue
-            seen.add(real)
-            files = (Path(folder, name) for name in names if not name.startswith("."))
-            visible += [file for file in files if file.is_file() or not file.exists()]
+        files = visible(path)
         for suffix in SUFFIXES:
-            if found := sorted(file for file in visible if kind(file) == suffix):
+            if found := [file for file in files if kind(file) == suffix]:
                 return found
         raise ValueError(f"{path} contains no {_KINDS} file; add one, or use another folder")
     if not path.exists():
@@ -57,6 +49,20 @@ def find(path: Path) -> list[Path]:
     if kind(path) not in SUFFIXES:
         raise ValueError(f"{path} is not a {_KINDS} file; convert it, or rename it if it is one")
     return [path]
+
+
+def visible(root: Path) -> list[Path]:
+    """Return all visible files in a folder and its subfolders, sorted by path. Raises the same OSErrors as `find`."""
+    found, seen = [], set()
+    for folder, folders, names in os.walk(root, onerror=_refuse, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if (real := os.path.realpath(folder)) in seen:  # following a link to a parent folder would never end
+            folders.clear()
+            continue
+        seen.add(real)
+        files = (Path(folder, name) for name in names if not name.startswith("."))
+        found += [file for file in files if file.is_file() or not file.exists()]
+    return sorted(found)
 
 
 def _refuse(error: OSError) -> NoReturn:

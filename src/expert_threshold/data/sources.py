@@ -38,8 +38,8 @@ class DataConfig:
     source: str = option(
         EMBEDDED,
         "Text to train on: embedded (Python's standard library), fineweb-edu (after et data has downloaded it), or the "
-        "path of a .txt or .jsonl file (optionally .gz or .zst), a .parquet file, a folder of such files, or a folder "
-        "of tokens.",
+        "path of a .txt or .jsonl file (optionally .gz or .zst), a .parquet file, a folder of files of one of these "
+        "kinds, or a folder of tokens.",
     )
     text_field: str = option("text", "Name of the field or column that contains the text in .jsonl and .parquet files.")
     train_shards: Count | None = option(None, "Number of fineweb-edu or Parquet shards to train on. Defaults to all.")
@@ -140,7 +140,7 @@ def open_source(source: str, text_field: str = "text", train_shards: int | None 
 
     remedy = "add more distinct documents, as files, .jsonl lines, .parquet rows or one .txt file of more than 16 KiB"
     readers = {split: partial(read, split) for split in SPLITS}
-    return make_corpus(source, readers, remedy, [*notes, *_about_nulls(nulls)])
+    return make_corpus(source, readers, remedy, [*notes, *_unread(path, paths, nulls)])
 
 
 def open_held_out(source: str, text_field: str = "text") -> Corpus:
@@ -206,8 +206,12 @@ def _split_by_name(root: Path, paths: Sequence[Path]) -> tuple[dict[Split, list[
     return {"train": train, "validation": validation}, [f"does not train on {names}"]
 
 
-def _about_nulls(nulls: int) -> list[str]:
-    return [f"{nulls} rows without text are left out"] if nulls else []
+def _unread(root: Path, paths: Sequence[Path], nulls: int) -> list[str]:
+    """Return notes about rows without text, and about files in the folder that are of another kind than those read."""
+    others = [*map(files.kind, files.visible(root))] if root.is_dir() else []
+    kinds = [kind for kind in files.SUFFIXES if kind in others and kind != files.kind(paths[0])]
+    unread = [f"one kind of file is read, which leaves out {others.count(kind)} {kind}" for kind in kinds]
+    return unread + [f"{nulls} rows without text are left out"] * (nulls > 0)
 
 
 def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
@@ -230,7 +234,7 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
         lambda split, tokenizer: TextParts(shards[split], tokenizer),
         None if beside is None else Tokenizer.load(beside),
         train_shards=number,
-        notes=[*notes, *_about_nulls(sum(group.nulls for found in shards.values() for group in found.groups))],
+        notes=[*notes, *_unread(root, paths, sum(group.nulls for found in shards.values() for group in found.groups))],
     )
 
 

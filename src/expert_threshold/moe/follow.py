@@ -83,6 +83,10 @@ class Follower:
         for router in self._names:
             for hook in [*router._forward_hooks.values()]:
                 if isinstance(hook, FollowerHook) and hook.follower is not None:  # two would update each rule twice
+                    if not hook.follower._names.keys() <= self._names.keys():
+                        raise ValueError(
+                            "the model is part of one that is followed; call remove() on that follower first"
+                        )
                     hook.follower.remove()
         self._groups = {router: router.group for router in self._names}
         self._handles: list[RemovableHandle] = [

@@ -83,9 +83,10 @@ class MoE(nn.Module):
         fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:2] and pasts is None
         if mask is not None and not fits:
             raise ValueError(f"mask must be bool of shape {tuple(x.shape[:2])}, (batch, time), and pasts must be None")
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0)  # outputs of zero, and no NaN from padding in gradients of weights
         routing = self.router(x, pasts, mask)
         y = self.compute(x, routing)
-        y = y if mask is None else y.masked_fill(~mask[..., None], 0)
         return y, routing if record else routing.observation
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:

@@ -50,7 +50,7 @@ def sketch(scores: Tensor) -> Tensor:
     stride = -(-len(scores) // SAMPLE) | 1
     ordered = _ascending(scores.detach()[::stride])
     n = len(ordered)
-    levels = torch.linspace(-LAST, LAST, LEVELS, device=scores.device)
+    levels = torch.linspace(-LAST, LAST, LEVELS, dtype=scores.dtype, device=scores.device)
     place = ((-levels).sigmoid() * (n + 1) - 1).clamp(0, n - 1)  # counted from the smallest
     below = place.floor()
     lower, upper = ordered[below.long()], ordered[place.ceil().long()]

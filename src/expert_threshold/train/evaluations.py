@@ -123,6 +123,8 @@ class Evaluations:
                 completed = self.parallel.ranks.from_main(self._evaluate_core)
             if completed:
                 self.log.done["core"].add(self.state.step)
+            else:  # ranks stop here rather than after the next step, at which CORE is not due
+                self.state.status = self.state.status._replace(stop=1)
 
     def are_due(self) -> bool:
         """Return True if an evaluation is due at this step and has not been done yet."""
