@@ -16,13 +16,8 @@ from expert_threshold.option import describe
 from expert_threshold.routing import RULES, ExpertThreshold, TokenChoice, option_names, rule_name
 from expert_threshold.routing.cutoffs import PAPER_STEPS, scaled_decay
 from expert_threshold.routing.expert_threshold import SHORT_RUN
-from expert_threshold.train import RunConfig
 
 RULE_NAMES = ("dense", *RULES)
-
-
-def tokens(config: RunConfig) -> int:
-    return config.train.steps * config.train.batch_size * config.train.accumulation * config.model.context
 
 
 def test_every_model_size_has_a_run_and_every_run_a_model_size() -> None:

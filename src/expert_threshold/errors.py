@@ -18,8 +18,3 @@ def is_out_of_memory(error: Exception) -> bool:
             "Overflow when unpacking long",
         )
     )
-
-
-def needs_data(error: Exception) -> bool:
-    """Return True if torch failed because a tensor on the meta device has no data."""
-    return isinstance(error, RuntimeError | TypeError) and "meta" in str(error).lower()

@@ -11,7 +11,6 @@ import pwd
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -429,12 +428,3 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_home_folder_another_cache_is_asked_for(line: str, homeless: None, refused: Refused) -> None:
     assert core_bundle() is None  # which is asked for by every evaluation
     refused(line.split(), f"set {VARIABLE} to another cache folder")
-
-
-def test_without_a_temporary_folder_one_is_asked_for(
-    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
-    monkeypatch.setattr("expert_threshold.cli.recipes.run", lambda _: tempfile.gettempdir())
-    refused(["recipes"], "TMPDIR")

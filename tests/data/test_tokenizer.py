@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,14 +133,3 @@ def test_a_damaged_tokenizer_file_is_refused(tokenizer: Tokenizer, tmp_path: Pat
         path.write_bytes(data)
         with pytest.raises(ValueError, match=rf"{path} is damaged or is not a supported tokenizer"):
             Tokenizer.load(path)
-
-
-def test_without_rustbpe_training_a_tokenizer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rustbpe", None)
-    with pytest.raises(ValueError, match="needs rustbpe, which is missing; run pip install rustbpe"):
-        Tokenizer.train(TEXT, 270)
-
-
-def test_only_training_a_tokenizer_needs_rustbpe() -> None:
-    code = "import sys; sys.modules['rustbpe'] = None; import expert_threshold.data, expert_threshold.cli.run_options"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

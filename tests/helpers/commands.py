@@ -79,7 +79,7 @@ def without(value: Any, names: Collection[str]) -> Any:
     return [without(item, names) for item in value] if isinstance(value, list) else value
 
 
-CLOCKS = {"tokens_per_second", "seconds", "elapsed", "clock", "seconds_to_loss", "at_seconds"}
+CLOCKS = {"tokens_per_second", "seconds", "interval_seconds", "elapsed", "clock", "seconds_to_loss", "at_seconds"}
 """The keys of records that differ between equal runs."""
 
 

@@ -32,7 +32,6 @@ from expert_threshold.serve.worker import Limits, Worker  # noqa: E402
 from served import PATIENCE, Reply, Served, ask, connect, hung, served, until  # noqa: E402
 
 PROMPT = "the cat sat"
-CONTEXT = 64  # of the small model
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commands import without
+from commands import CLOCKS, without
 from expert_threshold.runs import RunFolder
 from train.across_ranks import text
 
@@ -24,7 +24,6 @@ SIZES = (
     "--eval-every 6 --eval-tokens 64 --device cpu --dtype float32"
 )
 EVERY = 3  # steps between two checkpoints
-CLOCKS = ("seconds", "elapsed", "tokens_per_second")
 
 
 class Fault(NamedTuple):

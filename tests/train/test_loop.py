@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from cases import TRAINED
-from commands import content
+from commands import CLOCKS, content, without
 from expert_threshold.data import Tokenizer
 from expert_threshold.model import GPT, GPTConfig, gpt
 from expert_threshold.optim import NANOCHAT, OptimConfig
@@ -30,16 +30,10 @@ from expert_threshold.train.checks import require_pools_fit
 
 from .conftest import Start, assert_same_bytes, spoil, tiny
 
-CLOCKS = {"seconds", "elapsed", "interval_seconds", "tokens_per_second"}
-"""All that may differ between two runs of one configuration."""
-
-
-def without_clocks(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in CLOCKS}
-
 
 def metrics(path: Path, split: str | None = None) -> list[dict[str, Any]]:
-    return [without_clocks(r) for r in RunFolder.open(path).metrics.read() if split in (None, r["split"])]
+    records = without(RunFolder.open(path).metrics.read(), CLOCKS)
+    return [record for record in records if split in (None, record["split"])]
 
 
 def assert_same_checkpoint(a: Path, b: Path) -> None:
@@ -54,7 +48,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     """Every byte of their last checkpoints and every number of their metrics, but for clocks."""
     one, other = (RunFolder.open(path).load_checkpoint() for path in (a, b))
     assert one.step == other.step
-    assert without_clocks(one.state) == without_clocks(other.state)
+    assert without(one.state, CLOCKS) == without(other.state, CLOCKS)
     assert_same_checkpoint(a, b)
     assert metrics(a) == metrics(b)
 
@@ -315,8 +309,9 @@ def test_a_config_file_edited_by_hand_is_refused_with_each_option(start: Start, 
     config = run.config
     config["optim"]["matrix_lr"] = 0.5
     run.write_config(config | {"train": config["train"] | {"steps": 16}})
-    with pytest.raises(ValueError, match=r"matrix_lr=0.02 differs from 0.5|steps=16 differs from 8, as used for step"):
-        start(resume=True, steps=16)
+    both = r"optim.matrix_lr=0.5 differs from 0.02; train.steps=16 differs from 8, as used for step 8"
+    with pytest.raises(ValueError, match=both):
+        start(resume=True, steps=16, optim=OptimConfig(matrix_lr=0.5))
     assert run.checkpoints() == [4, 8]
 
 

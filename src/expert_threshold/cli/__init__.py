@@ -146,8 +146,5 @@ def one_line(error: BaseException) -> str:
         return "out of memory; use a smaller model, or a machine or a device with more memory"
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename is not None else ""
-        remedy = REMEDIES.get(error.errno or 0, "try again, or use another path")
-        if "temporary directory" in error.strerror:
-            remedy = "set TMPDIR to a writable folder"
-        return f"{where}{error.strerror}; {remedy}"
+        return f"{where}{error.strerror}; {REMEDIES.get(error.errno or 0, 'try again, or use another path')}"
     return " ".join(str(error).split()) or type(error).__name__

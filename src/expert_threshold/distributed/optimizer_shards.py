@@ -20,10 +20,6 @@ class Slice(NamedTuple):
     def is_full(self) -> bool:
         return self.stop - self.start == self.shape[0]
 
-    def of(self, full: Tensor) -> Tensor:
-        """Return this part of the full tensor, as a view."""
-        return full[self.start : self.stop]
-
 
 class LocalParameter(NamedTuple):
     """The part of a parameter that this rank holds. by_row: the optimizer updates each row independently."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..model import GPT
 from ..model.gpt import Block
 from ..moe.sharding import expert_parameters, shard_experts
-from ..optim import OptimConfig, moves_matrices, reads_weights
+from ..optim import OptimConfig, moves_matrices
 from .mesh import DP, Parallel
 from .optimizer_shards import LocalParameter, OptimizerShards, Slice
 from .zero1 import ZeRO1
@@ -45,7 +45,7 @@ def parallelize(model: GPT, optim: OptimConfig, parallel: Parallel) -> Optimizer
         return ZeRO1(held)
     from .fsdp import FSDP  # takes seconds to import
 
-    return FSDP(held, reads_weights(optim))
+    return FSDP(held, with_weights=optim.weight_decay > 0)
 
 
 def _place(rows: int, shape: torch.Size, parallel: Parallel, split: bool) -> tuple[Slice, dist.ProcessGroup]:

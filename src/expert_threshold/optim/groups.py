@@ -316,11 +316,6 @@ def moves_matrices(name: str, parameter: Tensor, config: OptimConfig) -> bool:
     return OPTIMIZERS[GROUPS[_group_of(name, parameter)].optimizer(config)].whole_matrices
 
 
-def reads_weights(config: OptimConfig) -> bool:
-    """Return True if updates depend on the weights, so that a rank needs the weights to compute an update."""
-    return config.weight_decay > 0
-
-
 def _group_of(name: str, parameter: Tensor) -> str:
     for group, row in reversed(GROUPS.items()):
         if not row.names.isdisjoint(name.split(".")):

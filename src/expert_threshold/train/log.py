@@ -152,13 +152,6 @@ def validation_record(model: GPT, validation: Validation) -> dict[str, Any]:
     return {name: getattr(validation, name) for name in ("loss", "bits_per_byte", "tokens")} | {"layers": layers}
 
 
-def core_record(core: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of the line with CORE results. `metric` is the mean centred accuracy over all tasks."""
-    names = ("rows", "accuracy", "centred", "cropped", "sequences")
-    tasks = {label: {name: task[name] for name in names} for label, task in core["tasks"].items()}
-    return {"metric": core["metric"], "baselines": core["baselines"], "tasks": tasks}
-
-
 def _rounded(values: Tensor) -> Any:
     """Return a number or a list of numbers, rounded to six significant digits to make lines half as long."""
     numbers = [float(f"{value:.6g}") for value in values.flatten().tolist()]
@@ -330,8 +323,10 @@ class RunLog:
         self._say(f"validation loss {validation.loss:.4f}  {validation.bits_per_byte:.4f} bits per byte")
 
     def core(self, core: dict[str, Any]) -> None:
-        """Log the CORE results of this step."""
-        self._write("core", core_record(core))
+        """Log the CORE results of this step. `metric` is the mean centred accuracy over all tasks."""
+        names = ("rows", "accuracy", "centred", "cropped", "sequences")
+        tasks = {label: {name: task[name] for name in names} for label, task in core["tasks"].items()}
+        self._write("core", {"metric": core["metric"], "baselines": core["baselines"], "tasks": tasks})
         self._say(f"CORE {core['metric']:.4f}")
 
     def _write(self, split: str, record: dict[str, Any]) -> None:

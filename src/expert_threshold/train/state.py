@@ -226,7 +226,9 @@ class TrainState:
         if name not in moments:
             return saved
         where = self._moment_slice(name, moments[name])
-        return where.of(saved).reshape(moments[name].shape) if tuple(saved.shape) == where.shape else saved
+        if tuple(saved.shape) != where.shape:
+            return saved
+        return saved[where.start : where.stop].reshape(moments[name].shape)
 
     def _moment_slice(self, name: str, moment: Tensor) -> Slice:
         """Return this rank's slice of a full moment, which covers the same rows as the slice of its parameter.
