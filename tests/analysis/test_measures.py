@@ -127,18 +127,14 @@ def test_the_routing_objective_adds_the_scores_of_what_is_assigned() -> None:
     assert measures.routing_objective(scores, torch.tensor([[True, True], [True, False]])) == 3
 
 
-def every_assignment(tokens: int, experts: int) -> list[Tensor]:
-    places = itertools.product([False, True], repeat=tokens * experts)
-    return [torch.tensor(place).view(tokens, experts) for place in places]
-
-
 @pytest.mark.parametrize(
     ("tokens", "experts", "most", "load"),
     [(4, 2, 1, 2), (3, 3, 2, 2), (3, 3, 3, 3), (4, 3, 1, 1), (5, 2, 1, 2), (5, 2, 2, 1), (5, 2, 2, 3), (5, 2, 2, 0)],
 )
 def test_the_optima_are_the_best_of_all_assignments(tokens: int, experts: int, most: int, load: int) -> None:
     k = tokens * most // experts
-    every = every_assignment(tokens, experts)
+    places = itertools.product([False, True], repeat=tokens * experts)
+    every = [torch.tensor(place).view(tokens, experts) for place in places]
     choices = [z for z in every if (z.sum(0) == k).all()]
     both = [z for z in every if (z.sum(0) == load).all() and (z.sum(1) <= most).all()]
     for seed in range(3):
