@@ -22,7 +22,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
@@ -53,7 +53,7 @@ RIVALS = {"token choice": ET, "quantile balancing": ET, "loss-free": ET_SIGMOID}
 Rung = tuple[int, int]  # width and tokens
 LONGEST = 16_000_000  # tokens
 IDENTITY = ("method", "width", "tokens", "seed")
-WIDTHS = {"all widths": (64, 128, 256), "width 64": (64,), "widths 128 and 256": (128, 256)}
+WIDTHS = {"all widths": (64, 128, 256), "width 64": (64,), "without width 64": (128, 256)}
 D12 = (768, PAPER_TOKENS)
 
 
@@ -76,6 +76,10 @@ class Gaps:
                 if base["corpus"] != other["corpus"]:
                     raise ValueError(f"width {width}, {tokens} tokens, seed {seed}: the pair's texts differ")
                 self.pairs.append(((width, tokens), seed, other["loss"] - base["loss"]))
+
+    def widths(self) -> set[int]:
+        """Return the widths that have pairs."""
+        return {width for (width, _), *_ in self.pairs}
 
     @staticmethod
     def row(rung: Rung) -> list[float]:
@@ -134,6 +138,11 @@ def predict(records: list[Record], rung: Rung, pairs: int) -> Record:
     return made
 
 
+def bounds(samples: np.ndarray) -> str:
+    """Return the mean and the 95 % interval of samples as text."""
+    return "{:+.4f} ({:+.4f} to {:+.4f})".format(*interval(samples))
+
+
 def over_seeds(values: Sequence[float]) -> str:
     """Return the mean of values, with its 95 % interval over seeds, and their number."""
     if not values:
@@ -143,52 +152,47 @@ def over_seeds(values: Sequence[float]) -> str:
     return f"{found.mean:+.4f} ({ends}{len(values)})"
 
 
-def slopes(gaps: Gaps, widths: Collection[int]) -> list[float]:
+def slopes(gaps: Gaps) -> list[float]:
     """Return each seed's slope over log₂ tokens, fitted with a level for each width."""
     of_seeds = []
     for seed in sorted({seed for _, seed, _ in gaps.pairs}):
-        points = [(w, math.log2(tokens), gap) for (w, tokens), its, gap in gaps.pairs if its == seed and w in widths]
-        its_widths, logs, its_gaps = np.array(points).reshape(-1, 3).T
-        logs -= [logs[its_widths == width].mean() for width in its_widths]
+        points = [(width, math.log2(tokens), gap) for (width, tokens), its, gap in gaps.pairs if its == seed]
+        widths, logs, its_gaps = map(np.array, zip(*points, strict=True))
+        logs -= [logs[widths == width].mean() for width in widths]
         if logs.any():
             of_seeds.append(float(logs @ its_gaps / (logs @ logs)))
     return of_seeds
 
 
-def growth(columns: Mapping[str, list[Record]]) -> str:
-    """Return a Markdown table of how the gap to dense grows with tokens, by the fit and within seeds, and its ends."""
+def growth(columns: Mapping[str, tuple[list[Record], list[Record]]]) -> str:
+    """Return a Markdown table of how the gap to dense grows with tokens, by the fit and within seeds, and of its ends.
+
+    columns: by name, the records of the ladder and those of runs at other learning rates.
+    """
     table: dict[str, list[str]] = defaultdict(list)
-    for records in columns.values():
-        gaps = Gaps(records, "expert threshold")
-        coefficients, new = gaps.bootstrap(D12, 1)
-        per_doubling, at_d12 = ("{:+.4f} ({:+.4f} to {:+.4f})".format(*interval(x)) for x in (coefficients[:, 1], new))
-        table["per doubling of tokens, fit"].append(per_doubling)
-        for name, widths in WIDTHS.items():
-            table[f"within seeds, {name}"].append(over_seeds(slopes(gaps, widths)))
-        for width in (64, 128):  # 256 has too few seeds
-            last = [gap for rung, _, gap in gaps.pairs if rung == (width, LONGEST)]
-            table[f"gap at 16M tokens, width {width}"].append(over_seeds(last))
-        table["extrapolated to d12"].append(at_d12)
+    for records, others in columns.values():
+        every = {name: Gaps([each for each in records if each["width"] in its], ET) for name, its in WIDTHS.items()}
+        fits = {name: gaps.bootstrap(D12, 1) for name, gaps in every.items() if len(gaps.widths()) > 1}
+        for name, (coefficients, _) in fits.items():
+            table[f"per doubling, fit, {name}"].append(bounds(coefficients[:, 1]))
+        for name, gaps in every.items():
+            table[f"per doubling within seeds, {name}"].append(over_seeds(slopes(gaps)))
+        lower = Gaps([each for each in others if each["matrix_lr"] == 0.01], ET)
+        for width in WIDTHS["all widths"]:
+            last = [gap for rung, _, gap in lower.pairs if rung == (width, LONGEST)]
+            table[f"at 16M tokens and a rate of 0.01, width {width}"].append(over_seeds(last))
+        for name, (_, new) in fits.items():
+            table[f"extrapolated to d12, {name}"].append(bounds(new))
     return markdown(["gap to dense", *columns], [[name, *cells] for name, cells in table.items()])
 
 
-def lower_rate(records: list[Record], others: list[Record]) -> list[Record]:
-    """Return records whose longest runs are replaced by those at 0.01, today's matrix learning rate of the preset."""
-    shorter = [each for each in records if each["tokens"] < LONGEST]
-    return shorter + [each for each in others if each["tokens"] == LONGEST and each["matrix_lr"] == 0.01]
-
-
-def read_growth(folder: Path) -> dict[str, list[Record]]:
-    """Return the columns of the table of growth from a folder's records."""
-    validation, test, others, tests = (
-        read(folder / f"{name}.jsonl") for name in ("records", "test", "rates", "rates-test")
-    )
-    return {
-        "validation": validation,
-        "test": test,
-        "16M tokens at 0.01: validation": lower_rate(validation, others),
-        "test (0.01)": lower_rate(test, tests),
+def read_growth(folder: Path) -> dict[str, tuple[list[Record], list[Record]]]:
+    """Return the columns of the table of growth for which the folder has records."""
+    files = {"validation": ("records", "rates"), "test": ("test", "rates-test")}
+    made = {
+        name: (read(folder / f"{one}.jsonl"), read(folder / f"{other}.jsonl")) for name, (one, other) in files.items()
     }
+    return {name: each for name, each in made.items() if each[0]}
 
 
 def rivals(records: list[Record]) -> str:
