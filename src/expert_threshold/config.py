@@ -266,8 +266,7 @@ def resolve(
     model = scaled_model(PRESETS[preset], section("model", made_by.model))
     train = scheduled(base.train, section("train", batch), model["context"], tokens, of_paper=recipe is not None)
     default = _scaled(other.get("rule.name"), other.pop("train.steps", 0), {})
-    recorded = in_section(other, "rule").items()
-    deliberate = {name: value for name, value in recorded if (name, value) not in default.items()}
+    deliberate = dict(item for item in in_section(other, "rule").items() if item not in default.items())
     now = merged(deliberate, *(in_section(layer, "rule") for layer in chosen[1:]))
     other |= {f"rule.{name}": value for name, value in _scaled(other.get("rule.name"), train.steps, now).items()}
     rule = section("rule", made_by.options_of_rule(train.batch_size, model["context"], train.steps))

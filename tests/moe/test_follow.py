@@ -209,10 +209,12 @@ def test_a_part_of_a_followed_model_is_not_followed_again() -> None:
     """The rules of the other layers would no longer be updated."""
     model = Foreign(ROUTED[0])
     *_, follower = followed(model)
-    with pytest.raises(ValueError, match="call remove"):
+    with pytest.raises(ValueError, match="is part of one that is followed"):
         follow(model.layers[0], torch.optim.SGD(model.layers[0].parameters(), 0.1))
     model(X).mean().backward()
     assert tokens_seen(follower) == [16, 16]
+    del model.layers[1]
+    followed(model)
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -18,6 +18,7 @@ import torch
 from .. import __version__
 from ..analysis.sentences import counted, short
 from ..config import RunConfig, in_section, run_config
+from ..data.public import FINEWEB_EDU
 from ..data.tokens import MANIFEST
 from ..distributed import INTERRUPTED, Failure, Rendezvous, is_lost_rank, launch, local_batch
 from ..files import expand, missing_folders, remove_empty
@@ -198,8 +199,9 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
     changes.setdefault("train.expert_parallel", math.gcd(config.train.expert_parallel, ranks))
     # The text may have moved, as shards or as their tokens, but its hash must be the same.
     moved = {"source": given["data.source"]} if "data.source" in given else {}
-    if moved and (expand(given["data.source"]) / MANIFEST).is_file():
-        moved["train_shards"] = None  # tokens have no shards
+    place = expand(given.get("data.source", FINEWEB_EDU))
+    if str(place) != FINEWEB_EDU and (not place.is_dir() or (place / MANIFEST).is_file()):
+        moved["train_shards"] = None  # only shards can be counted
     train = replace(config.train, **in_section(changes, "train"))
     return replace(config, data=replace(config.data, **moved), train=train)
 

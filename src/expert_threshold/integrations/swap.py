@@ -19,6 +19,7 @@ from .transformers import chosen
 
 Model = TypeVar("Model", bound=nn.Module)
 
+OWN_BIAS = "e_score_correction_bias"
 SAVED = "routing_rule"
 """The entry of a model's configuration that stores the rule that was swapped in."""
 
@@ -75,11 +76,11 @@ class SwappedRouter(Router):
         self.weight, self.bias = old.weight, getattr(old, "bias", None)
         for name, value in rule.init()._asdict().items():
             setattr(self, f"state_{name}", value.to(old.weight.device))
-        if (own := getattr(old, "e_score_correction_bias", None)) is not None:  # kept for swapping back
-            self.register_buffer("e_score_correction_bias", own)
+        if (own := getattr(old, OWN_BIAS, None)) is not None:  # kept for swapping back
+            self.register_buffer(OWN_BIAS, own)
             if getattr(rule, "balance", None) == "loss_free":
                 self.state.bias.copy_(own)
-                self.register_state_dict_pre_hook(_save_biases)
+                self.register_state_dict_post_hook(_save_biases)
         self.inputs: Inputs | None = None
         self.waits = self.mixed = self.recomputed = False  # see `note`
         self.train(old.training)
@@ -117,9 +118,10 @@ class SwappedRouter(Router):
         return self.inputs
 
 
-def _save_biases(router: Any, *_: object) -> None:
+def _save_biases(router: Any, saved: dict[str, Tensor], prefix: str, _metadata: object) -> None:
     """Save trained biases under the name of the model's own, too, which is all that a loader without us reads."""
-    router.e_score_correction_bias.copy_(router.state.bias)
+    if router.rule.over == "gates" and router.rule.gate.startswith("sigmoid"):  # as in the model
+        saved[prefix + OWN_BIAS] = router.state.bias.to(router.e_score_correction_bias.dtype, copy=True)
 
 
 def routers(model: nn.Module) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Follower:
         self.loss_scale = loss_scale
         self.observations: dict[Router, Observation] = {}
         self._group = group
-        self._optimizer = _innermost(optimizer)
+        self._model, self._optimizer = model, _innermost(optimizer)
         self._loss: Tensor | float = 0.0
         self._passes: dict[Router, set[int]] = {}  # backward passes with a loss since the last step
         self._pass = -1
@@ -83,10 +83,8 @@ class Follower:
         for router in self._names:
             for hook in [*router._forward_hooks.values()]:
                 if isinstance(hook, FollowerHook) and hook.follower is not None:  # two would update each rule twice
-                    if not hook.follower._names.keys() <= self._names.keys():
-                        raise ValueError(
-                            "the model is part of one that is followed; call remove() on that follower first"
-                        )
+                    if {*hook.follower._model.modules()} & (hook.follower._names.keys() - self._names.keys()):
+                        raise ValueError("the model is part of one that is followed; call follower.remove() first")
                     hook.follower.remove()
         self._groups = {router: router.group for router in self._names}
         self._handles: list[RemovableHandle] = [

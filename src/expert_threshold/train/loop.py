@@ -161,9 +161,6 @@ def train(
         prepared = prepare(folder, run, resume, init_from, minutes, display, parallel, text)
         state = prepared.state
 
-        def asks_to_stop() -> bool:
-            return interrupt.requested or rendezvous.is_orphaned
-
         with (
             run_log(folder, prepared, display, title) as log,
             closing(Saver(folder, parallel, config.keep_checkpoints)) as saver,
@@ -178,7 +175,7 @@ def train(
 
             while state.step < state.steps and not interrupt.stops(state):
                 with timer.measure():
-                    train_step(state, lambda: saver.status(asks_to_stop()))
+                    train_step(state, lambda: saver.status(interrupt.requested or rendezvous.is_orphaned))
                 if not interrupt.stops(state):
                     timer.revise_steps(log)
                 saver.commit_if_written(state.status)
