@@ -48,12 +48,6 @@ def gradients(layer: nn.Module) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
 
 
-def gathered(found: dict[str, Tensor], layer: nn.Module) -> dict[str, Tensor]:
-    """Return tensors keyed by parameter, with split experts joined."""
-    groups = expert_parameters(layer)
-    return {name: whole(tensor, groups[name]) if name in groups else tensor for name, tensor in found.items()}
-
-
 def whole(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor.detach().contiguous(), group=group)
@@ -65,7 +59,8 @@ def as_one_process(found: dict[str, Tensor], layer: nn.Module, group: dist.Proce
     for name, gradient in found.items():
         if name not in expert_parameters(layer):
             dist.all_reduce(gradient, group=group)
-    return gathered(found, layer)
+    groups = expert_parameters(layer)
+    return {name: whole(tensor, groups[name]) if name in groups else tensor for name, tensor in found.items()}
 
 
 def forward(layer: MoE, x: Tensor, assignment: Tensor | None) -> Tensor:

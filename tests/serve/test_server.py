@@ -240,21 +240,16 @@ def rest(begun: socket.socket) -> bytes:
     return text
 
 
-def dribble(begun: socket.socket) -> None:
-    """Send headers byte by byte until the server stops accepting them."""
-    with begun, contextlib.suppress(ConnectionError):
-        while True:
-            begun.sendall(b"X")
-            time.sleep(0.01)
-
-
 def test_a_request_that_does_not_come_is_not_waited_for() -> None:
     """Regression: headers were waited for indefinitely, and a thousand such connections locked everyone out."""
     with served(limits=Limits(header_seconds=1)) as server:
         first = [begin(server, data) for data in UNFINISHED]
         second = [begin(server, WHOLE + data) for data in UNFINISHED]
         refused = begin(server, BODY.replace(b"completions", b"nowhere"))
-        dribble(begin(server, UNFINISHED[1]))  # sending a byte does not extend the deadline
+        with begin(server, UNFINISHED[1]) as begun, contextlib.suppress(ConnectionError):
+            while True:  # sending a byte does not extend the deadline
+                begun.sendall(b"X")
+                time.sleep(0.01)
         assert [rest(begun) for begun in first] == [b""] * 3
         assert [rest(begun).count(b"HTTP/1.1 200 OK") for begun in second] == [1] * 3
         assert rest(refused).startswith(b"HTTP/1.1 404 ")  # although its body never arrived

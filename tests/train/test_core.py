@@ -7,12 +7,15 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from cases import write_bundle
+from expert_threshold.distributed import Status
 from expert_threshold.evaluation import ModelScorer, centred, evaluate_task, read_bundle
 from expert_threshold.runs import RunFolder, load_model
+from expert_threshold.train.evaluations import Evaluations
 
 from .conftest import Plain, Start
 from .test_loop import assert_same_checkpoint, assert_same_run, forget_after, metrics
@@ -88,6 +91,13 @@ def test_a_stop_in_the_middle_keeps_tasks_done(start: Start, tmp_path: Path, mon
     assert start(resume=True, **options).finished
     assert asked[5:8] == ["schema"] * 3  # of step 4, where the other task was done
     assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_if_core_is_interrupted_on_the_main_rank_all_ranks_stop() -> None:
+    ran = mock.MagicMock(**{"_is_due.side_effect": "core".__eq__, "state.status": Status()})
+    ran.parallel.ranks.from_main.return_value = False
+    Evaluations.run_due(ran)
+    assert ran.state.status.stop == 1
 
 
 def test_too_few_questions_are_refused_before_the_first_step(start: Start, tmp_path: Path) -> None:
