@@ -165,7 +165,7 @@ def slopes(gaps: Gaps) -> list[float]:
 
 
 def growth(columns: Mapping[str, tuple[list[Record], list[Record]]]) -> str:
-    """Return a Markdown table of how the gap to dense grows with tokens, by the fit and within seeds, and of its ends.
+    """Return a Markdown table of the gap to dense: its growth with tokens, the longest runs at 0.01, and d12.
 
     columns: by name, the records of the ladder and those of runs at other learning rates.
     """

@@ -135,8 +135,6 @@ def convert(kind: Any, value: Any) -> Any:
 def _read(plain: Any, value: Any) -> Any:
     if plain is int and isinstance(value, float) and value.is_integer():
         return int(value)  # an option of another rule with the same name may be any number
-    if isinstance(value, list) and get_origin(plain) is tuple:
-        return tuple(value)  # as JSON and TOML write it
     if not isinstance(value, str):
         return value
     if plain in (int, float):

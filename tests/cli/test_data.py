@@ -77,6 +77,7 @@ def test_more_shards_change_no_run(world: None, cache: Path, small: Options, ref
     weights = Path("checkpoints", "step_000002", "model.safetensors")
     before = (run / weights).read_bytes()
     shutil.rmtree((run / weights).parent)
+    said("data", "tokenize", "--tokenizer", run / "tokenizer.json", "--out", tmp_path / "tokens")
     said("data", "fineweb-edu", "--shards", 4)
     said("train", "--resume", run)
     assert (run / weights).read_bytes() == before
@@ -84,7 +85,8 @@ def test_more_shards_change_no_run(world: None, cache: Path, small: Options, ref
     said("train", *text, "--data.train-shards", 2, "--out", tmp_path / "limited")
     assert (tmp_path / "limited" / weights).read_bytes() == before
     shutil.copytree(cache / "fineweb-edu", tmp_path / "moved")
-    said("train", "--resume", tmp_path / "limited", "--data", tmp_path / "moved", "--steps", 3)
+    for place, steps in (("moved", 3), ("tokens", 4)):
+        said("train", "--resume", tmp_path / "limited", "--data", tmp_path / place, "--steps", steps)
     shutil.rmtree(cache)
     for shards, seeds in ((2, 1), (4, 2)):
         said("data", "fineweb-edu", "--shards", shards)

@@ -196,7 +196,7 @@ def test_threads_work_ahead_of_the_batches() -> None:
     next(loader)
     for _ in range(3):  # the block in use and two more
         assert parts.reading.acquire(timeout=30)
-    pool = loader._load.__self__._pool
+    pool = loader._blocks._pool
     del loader  # which `close` does, too
     with pytest.raises(RuntimeError, match="shutdown"):
         pool.submit(int)

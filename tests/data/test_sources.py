@@ -165,7 +165,7 @@ def test_the_last_of_several_parquet_files_is_for_validation(tmp_path: Path) -> 
     assert list(corpus.documents("train")) == TEXTS[:100]
     assert list(corpus.documents("validation")) == TEXTS[100:150]
     sizes = "100 documents, 0.00 MB for training; 50 documents, 0.00 MB for validation"
-    assert corpus.describe() == f"{tmp_path}: {sizes}; reads only .parquet files, not 1 .txt"
+    assert corpus.describe() == f"{tmp_path}: {sizes}; reads .parquet files only, which leaves out 1 .txt"
 
 
 def test_text_field_is_configurable_and_blank_documents_and_byte_order_marks_are_dropped(tmp_path: Path) -> None:

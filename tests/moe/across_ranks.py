@@ -48,19 +48,17 @@ def gradients(layer: nn.Module) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
 
 
-def whole(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor.detach().contiguous(), group=group)
-    return torch.cat(parts)
-
-
 def as_one_process(found: dict[str, Tensor], layer: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
     """Return the gradients of the summed losses. Owners have those of experts; others are summed over ranks."""
-    for name, gradient in found.items():
-        if name not in expert_parameters(layer):
-            dist.all_reduce(gradient, group=group)
     groups = expert_parameters(layer)
-    return {name: whole(tensor, groups[name]) if name in groups else tensor for name, tensor in found.items()}
+    for name, gradient in found.items():
+        if name in groups:
+            parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size(groups[name]))]
+            dist.all_gather(parts, gradient.contiguous(), group=groups[name])
+            found[name] = torch.cat(parts)
+        else:
+            dist.all_reduce(gradient, group=group)
+    return found
 
 
 def forward(layer: MoE, x: Tensor, assignment: Tensor | None) -> Tensor:

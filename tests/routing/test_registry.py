@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from expert_threshold.config import scaled_rule
+from expert_threshold.config import resolve, scaled_rule
 from expert_threshold.routing import RULES, Rule, observe, register_rule, rule_from_dict
 
 
@@ -63,6 +63,15 @@ def test_sizes_are_checked_for_a_rule_that_does_not_and_whole_ones_stay_whole(mo
     for option, value in wrong:
         with pytest.raises(ValueError, match=f"{option}={value} must be "):
             rule_from_dict({"name": "plain", option: value})
+
+
+def test_a_tuple_stays_one_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    banded = rule_class("Banded", ("band", tuple[float, float], (0.1, 0.9)))
+    monkeypatch.setitem(RULES._rules, "banded", banded)  # type: ignore[attr-defined]
+    given = {"name": "banded", "band": [0.2, 0.8]}
+    assert hash(rule_from_dict(given)) == hash(banded(band=(0.2, 0.8)))
+    config = resolve(initial={f"rule.{name}": value for name, value in given.items()})
+    assert config.model.rule == scaled_rule("banded", 1, band=(0.2, 0.8))
 
 
 @pytest.mark.parametrize("name", ["load", "usage", "batch_cutoff", "count", "tensors"])

@@ -44,15 +44,10 @@ def server(tmp_path: Path) -> Iterator[Process]:
     # In bfloat16 logits are often equal but for rounding, which without --strict depends on who shares the batch.
     limits = ["--dtype", "float32", "--slots", "4", "--max-queue", str(QUEUE), "--max-body-seconds", "2"]
     with process(write_run(tmp_path / "small", small_model()).path, *limits) as server:
-        warm_up(server)
+        for i in range(60):  # until memory is what work needs: all slots and long texts, and some refusals
+            good = {"model": "small", "prompt": "the cat", "max_tokens": 40, "n": 4, "logprobs": 5, "echo": True}
+            ask(server, "/v1/completions", good if i % 3 == 0 else good | {"n": "x" * 1000})
         yield server
-
-
-def warm_up(server: Process) -> None:
-    """Until memory is what work needs: all slots and long texts, and some hundred refusals."""
-    for i in range(60):
-        good = {"model": "small", "prompt": "the cat", "max_tokens": 40, "n": 4, "logprobs": 5, "echo": True}
-        ask(server, "/v1/completions", good if i % 3 == 0 else good | {"n": "x" * 1000})
 
 
 def quiet(server: Process) -> dict[str, float]:

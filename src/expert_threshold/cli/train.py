@@ -198,10 +198,11 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
         changes["train.steps"] = max(1, changes["tokens"] // per_step)
     changes.setdefault("train.expert_parallel", math.gcd(config.train.expert_parallel, ranks))
     # The text may have moved, as shards or as their tokens, but its hash must be the same.
-    moved = {"source": given["data.source"]} if "data.source" in given else {}
-    place = expand(given.get("data.source", FINEWEB_EDU))
-    if str(place) != FINEWEB_EDU and (not place.is_dir() or (place / MANIFEST).is_file()):
-        moved["train_shards"] = None  # only shards can be counted
+    moved = in_section(given, "data")
+    if moved.get("source", FINEWEB_EDU) != FINEWEB_EDU:
+        place = expand(moved["source"])
+        if not place.is_dir() or (place / MANIFEST).is_file():
+            moved["train_shards"] = None  # only shards can be counted
     train = replace(config.train, **in_section(changes, "train"))
     return replace(config, data=replace(config.data, **moved), train=train)
 
@@ -252,14 +253,13 @@ def conclude(folder: RunFolder, result: TrainResult) -> str:
     if result.loss is not None and result.bits_per_byte is not None:
         lines.append(f"validation loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte")
     path = shlex.quote(str(folder.path))
-    prompt = "" if result.opening is None else f" --prompt {shlex.quote(result.opening)}"
     return "\n".join(
         [
             *lines,
             f"{result.step:,} steps in {clock(result.elapsed)}, {clock(result.seconds)} of it without validation, "
             f"samples and checkpoints; results in {folder.path}",
             *([f"report: {folder.report}"] if folder.report.exists() else []),
-            f"next: {et()} generate {path}{prompt} --temperature {SAMPLING['temperature']} "
+            f"next: {et()} generate {path} --temperature {SAMPLING['temperature']} "
             f"--repetition-penalty {SAMPLING['repetition_penalty']}",
             f"explorer: {et()} serve {path}",
         ]

@@ -149,6 +149,19 @@ def shuffled(count: int, *seed: int) -> npt.NDArray[np.int64]:
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
 
 
+class Whole:
+    """A split in memory, as a single block. It has the same methods as `Stream`."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def count(self, epoch: int) -> int:
+        return 1
+
+    def load(self, epoch: int, block: int) -> Tokens:
+        return self._tokens
+
+
 class Stream:
     """A split whose parts are shuffled for each epoch and grouped into blocks of about BLOCK_BYTES of text.
 
@@ -267,19 +280,17 @@ class Loader(Iterator[Batch]):
         self._batch_size, self._context, self._seed = batch_size, context, seed
         self._rank, self._ranks = rank, ranks
         self._now: tuple[tuple[int, int], _Rows] | None = None
-        self._count: Callable[[int], int]  # the number of blocks in an epoch
-        self._load: Callable[[int, int], Tokens]  # the tokens of a block in an epoch
+        self._blocks: Whole | Stream
         if isinstance(tokens, Tokens):
             if len(tokens) <= context:
                 raise ValueError(
                     f"context={context} needs at least {context + 1} tokens of text, but there are only {len(tokens)}; "
                     "provide more text, or use a shorter context"
                 )
-            self._count, self._load = lambda epoch: 1, lambda epoch, block: tokens
+            self._blocks = Whole(tokens)
             self._rows_at(position)
         else:
-            stream = Stream(tokens, seed, threads, group)
-            self._count, self._load = stream.count, stream.load
+            self._blocks = Stream(tokens, seed, threads, group)
 
     def seek(self, position: Position) -> None:
         """Continue from another position. Raises ValueError if the corpus has no such position."""
@@ -293,7 +304,7 @@ class Loader(Iterator[Batch]):
         while seen < whole:
             rows = self._rows_at(position)
             empty = 0 if len(rows) else empty + 1
-            if empty > self._count(position.epoch):
+            if empty > self._blocks.count(position.epoch):
                 raise ValueError("this corpus contains no readable document; download or create it again")
             taken = min(whole - seen, len(rows) - position.row)
             mine = slice(max(first - seen, 0), min(last - seen, taken))
@@ -307,22 +318,22 @@ class Loader(Iterator[Batch]):
 
     def close(self) -> None:
         """Stop the threads. No more batches can be read."""
-        del self._count, self._load
+        del self._blocks
 
     def _after(self, position: Position, rows_taken: int, rows: _Rows) -> Position:
         if position.row + rows_taken < len(rows):
             return Position(position.epoch, position.row + rows_taken, position.block)
-        if position.block + 1 < self._count(position.epoch):
+        if position.block + 1 < self._blocks.count(position.epoch):
             return Position(position.epoch, 0, position.block + 1)
         return Position(position.epoch + 1, 0)
 
     def _rows_at(self, position: Position) -> _Rows:
         """Return the rows of the position's block. Raises ValueError if there is no such position."""
         place = position.epoch, position.block
-        if position.epoch >= 0 and 0 <= position.block < self._count(position.epoch):
+        if position.epoch >= 0 and 0 <= position.block < self._blocks.count(position.epoch):
             if self._now is None or self._now[0] != place:
                 self._now = None  # free the old block before the new one is loaded
-                self._now = place, _Rows(self._load(*place), self._context, self._seed, *place)
+                self._now = place, _Rows(self._blocks.load(*place), self._context, self._seed, *place)
             rows = self._now[1]
             if 0 <= position.row < max(len(rows), 1):
                 return rows

@@ -207,10 +207,12 @@ def _split_by_name(root: Path, paths: Sequence[Path]) -> tuple[dict[Split, list[
 
 
 def _unread(root: Path, paths: Sequence[Path], nulls: int) -> list[str]:
-    """Return notes about rows without text, and about files in the folder that are of another kind than those read."""
+    """Return notes about rows without text and about files of the kinds that are not read."""
     others = [*map(files.kind, files.visible(root))] if root.is_dir() else []
     kinds = [kind for kind in files.SUFFIXES if kind in others and kind != files.kind(paths[0])]
-    unread = [f"reads only {files.kind(paths[0])} files, not {others.count(kind)} {kind}" for kind in kinds]
+    unread = [
+        f"reads {files.kind(paths[0])} files only, which leaves out {others.count(kind)} {kind}" for kind in kinds
+    ]
     return unread + [f"{nulls} rows without text are left out"] * (nulls > 0)
 
 

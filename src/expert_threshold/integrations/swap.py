@@ -119,7 +119,7 @@ class SwappedRouter(Router):
 
 
 def _save_biases(router: Any, saved: dict[str, Tensor], prefix: str, _metadata: object) -> None:
-    """Save trained biases under the name of the model's own, too, which is all that a loader without us reads."""
+    """Also save trained biases under the model's own name for them, the only one that transformers reads."""
     if router.rule.over == "gates" and router.rule.gate.startswith("sigmoid"):  # as in the model
         saved[prefix + OWN_BIAS] = router.state.bias.to(router.e_score_correction_bias.dtype, copy=True)
 

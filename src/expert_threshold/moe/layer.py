@@ -84,7 +84,7 @@ class MoE(nn.Module):
         if mask is not None and not fits:
             raise ValueError(f"mask must be bool of shape {tuple(x.shape[:2])}, (batch, time), and pasts must be None")
         if mask is not None:
-            x = x.masked_fill(~mask[..., None], 0)  # outputs of zero, and no NaN from padding in gradients of weights
+            x = x.masked_fill(~mask[..., None], 0)  # outputs are zero, and NaN in padding reaches no gradient
         routing = self.router(x, pasts, mask)
         y = self.compute(x, routing)
         return y, routing if record else routing.observation

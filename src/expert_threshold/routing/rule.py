@@ -46,6 +46,7 @@ class Rule(ABC):
         for field in fields(self):
             value = getattr(self, field.name)
             value = value.item() if isinstance(value, np.generic) else value
+            value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
             if alternatives(kinds[field.name])[0][0] is int and isinstance(value, float) and value.is_integer():
                 value = int(value)  # another rule's option of the same name may allow any number
             object.__setattr__(self, field.name, value)

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..data import Loader, Tokenizer, Tokens
+from ..data import Loader
 from ..distributed import ALONE, LocalBatch, Rendezvous, Status, process_groups
 from ..install import et
 from ..model import Output
@@ -44,7 +44,6 @@ class TrainResult(NamedTuple):
     seconds: float  # spent on optimizer steps, in all sessions
     tokens: int
     elapsed: float  # seconds, including validation, samples and checkpoints, but not CORE
-    opening: str | None  # the first words of the validation text
 
 
 def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool:
@@ -195,8 +194,7 @@ def train(
             if not finished:
                 path = shlex.quote(str(folder.path))
                 display.say(f"stopped at step {state.step} of {state.steps}; to continue: {et()} train --resume {path}")
-            words = None if prepared.validation is None else opening(prepared.validation, prepared.tokenizer)
-            return TrainResult(state.step, finished, *log.last, state.seconds, state.tokens, timer.elapsed, words)
+            return TrainResult(state.step, finished, *log.last, state.seconds, state.tokens, timer.elapsed)
 
 
 @contextmanager
@@ -216,10 +214,3 @@ def _locked(folder: RunFolder, rendezvous: Rendezvous, options: Mapping[str, Any
         seen = {str(lock): lock.read_text(encoding="utf-8") if lock.exists() else None}
         rendezvous.require_equal(seen, "put the run folder on a file system that all ranks share")
         yield
-
-
-def opening(text: Tokens, tokenizer: Tokenizer) -> str | None:
-    """Return the first three words of a line near the beginning of the text, or None if no line there has three."""
-    lines = tokenizer.decode(text.ids[1 : text.offsets[1]][:256].tolist()).splitlines()
-    words = (line.split()[:3] for line in lines)
-    return next((" ".join(found) for found in words if len(found) == 3 and "".join(found).isprintable()), None)

@@ -226,9 +226,8 @@ class TrainState:
         if name not in moments:
             return saved
         where = self._moment_slice(name, moments[name])
-        if tuple(saved.shape) != where.shape:
-            return saved
-        return saved[where.start : where.stop].reshape(moments[name].shape)
+        mine = saved[where.start : where.stop]
+        return mine.reshape(moments[name].shape) if tuple(saved.shape) == where.shape else saved
 
     def _moment_slice(self, name: str, moment: Tensor) -> Slice:
         """Return this rank's slice of a full moment, which covers the same rows as the slice of its parameter.
